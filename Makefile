@@ -1,0 +1,40 @@
+# Everything a stranger needs: `make demo`, `make serve`, `make test`. Needs Python >= 3.11, make and git.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: demo serve test lint types imports unit model clean
+
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --upgrade pip
+	$(BIN)/python -m pip install -e '.[dev]'
+	touch $@
+
+model: $(STAMP)
+	$(BIN)/turnkeep model pull
+
+demo: model
+	$(BIN)/turnkeep demo
+
+serve: model
+	$(BIN)/turnkeep serve
+
+test: lint types imports unit
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+imports: $(STAMP)
+	$(BIN)/lint-imports
+
+unit: model
+	$(BIN)/pytest -q
+
+clean:
+	rm -rf $(VENV)

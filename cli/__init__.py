@@ -1,0 +1,1 @@
+"""The `turnkeep` command: the one place that composes the rooms. Nothing imports it."""

@@ -1,0 +1,173 @@
+"""The values a turn passes through on its way, and the seams between the parts of the gateway.
+
+    HTTP body -> (api codec) Turn -> (rendering) Prompt -> (dispatcher) Generation -> (parsers, codec) answer
+                                                                                  -> TurnRecord -> observers
+
+They are plain frozen values: a codec knows nothing of workers, a dispatcher nothing of dialects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from gateway.workers.protocol import Chunk, SamplingParams, Started, WorkerInfo
+from grammar.tools import ResponseFormat, Tool, ToolChoice
+
+
+class TurnError(Exception):
+    """An answer that is not a completion. Every API codec turns it into its own dialect.
+
+    `status` is the HTTP status, `code` a stable word (docs/http-api.md), `message` a sentence that names the remedy,
+    `param` the offending field of the body, `retry_after` seconds for 429 and 503.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.param = param
+        self.retry_after = retry_after
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRef:
+    """Who is talking. `key` is None for a request that names no session; `source` says which header or field named it.
+
+    `tenant` is a digest of the API key ("" without one): two tenants never share a session.
+    """
+
+    tenant: str
+    key: str | None
+    source: str | None = None
+    parent: str | None = None
+    correlation: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request in no dialect. `messages` are OpenAI-style dicts, normalised: content is str (never None) or absent
+    only where tool_calls stand in its place; tool call arguments are JSON objects."""
+
+    request_id: str
+    model: str
+    session: SessionRef
+    messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    response_format: ResponseFormat = ResponseFormat()
+    sampling: SamplingParams = SamplingParams()
+    stream: bool = False
+    priority: int = 0
+    cache_salt: str | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a worker computes: token ids packed as little-endian uint32, plus the grammar source.
+
+    `digests` are the block hashes of the full blocks under the worker pool's namespace and the request's salt.
+    """
+
+    packed_token_ids: bytes
+    digests: tuple[bytes, ...]
+    grammar: str | None = None
+    cache_salt: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.packed_token_ids) // 4
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """Why a request went where it went. `matched_tokens` is what the index promised; the answer tells what came true."""
+
+    worker: str
+    reason: str
+    matched_tokens: int
+    candidates: int
+
+
+class Generation(Protocol):
+    """A request in flight on a worker. Leaving it early (`aclose`) aborts it there."""
+
+    @property
+    def receipt(self) -> Receipt:
+        """Where it went and why."""
+
+    async def started(self) -> Started:
+        """Waits until the worker has taken it out of its queue. Raises TurnError when it never will."""
+
+    def chunks(self) -> AsyncIterator[Chunk]:
+        """Tokens, Finished and Done. Raises TurnError when the worker fails; Failed chunks are raised as TurnError too."""
+
+    async def aclose(self) -> None:
+        """Ends it; idempotent. Awaiting it means the worker has been told."""
+
+
+class Dispatcher(Protocol):
+    """Chooses a worker and starts a generation on it."""
+
+    async def dispatch(
+        self,
+        *,
+        request_id: str,
+        model: str,
+        session: SessionRef,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        priority: int,
+        trace_headers: Mapping[str, str],
+    ) -> Generation:
+        """Raises TurnError: 503 when no worker can take it, 4xx when the worker refuses it as it is.
+
+        A worker that fails before its first chunk is retried elsewhere.
+        """
+
+    def pool_info(self, model: str) -> WorkerInfo:
+        """What the workers of a model have in common (namespace, block size, context length). Raises TurnError 404 for an
+        unknown model, 503 while none of its workers is up."""
+
+    def models(self) -> tuple[str, ...]:
+        """Names that `model` may have, the default first."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRecord:
+    """What is known of a turn when it is over. Times are seconds; `started_at` is on the wall clock (Unix)."""
+
+    request_id: str
+    dialect: str
+    model: str
+    session: SessionRef
+    started_at: float
+    duration: float
+    time_to_first_token: float | None
+    request: Mapping[str, Any]
+    response: Mapping[str, Any] | None
+    status: int
+    finish_reason: str | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    worker: str | None
+    error: str | None = None
+
+
+class TurnObserver(Protocol):
+    """Told of every finished turn, on the event loop: it must not block (the recorder writes on a thread of its own)."""
+
+    def turn_finished(self, record: TurnRecord) -> None: ...

@@ -1,0 +1,1 @@
+"""Everything that generates tokens, behind one protocol."""

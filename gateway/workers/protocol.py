@@ -1,0 +1,205 @@
+"""The worker protocol: the wire types between the gateway and a replica. Tokens in, tokens out.
+
+A replica serves, over HTTP on a TCP port or a unix socket (docs/worker-protocol.md has examples):
+
+    GET  /health            200 once it can generate, 503 with a sentence before that
+    GET  /v1/info           WorkerInfo
+    GET  /v1/stats          WorkerStats
+    POST /v1/generate       GenerateRequest -> a stream of Chunk, one JSON value a line (application/x-ndjson)
+    POST /v1/abort          AbortRequest -> AbortReply
+    GET  /v1/kv_events      ?instance=I&after=SEQ -> a stream of prefix_cache.events.KVMessage, one a line
+    GET  /metrics           Prometheus text
+
+Requests are JSON or MessagePack (application/msgpack); MessagePack carries token ids as packed little-endian uint32, which
+costs nothing to read at 100k tokens. A request that is refused gets a 4xx or 503 with an ErrorReply. One that was accepted
+gets a 200, and its stream ends with exactly one Finished per choice followed by one Done, or with one Failed. Closing the
+connection aborts the request.
+
+This is the only file of `gateway` that `engine` may see.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How to choose tokens. Ranges are checked by `engine.sampling` when a request is added; names follow OpenAI's API.
+
+    `max_tokens` None: as many as the context holds. `top_k` 0: off. `logprobs` None: none; 0: the chosen token's only;
+    k: the k most likely beside it. `seed` None: the replica draws one. `stop` strings do not fire inside `stop_exempt`
+    regions, given as (begin text, end text). Penalties act as documented by OpenAI (presence, frequency: generated tokens)
+    and by the CTRL paper (repetition: prompt and generated tokens).
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    seed: int | None = None
+    n: int = 1
+    logprobs: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    stop_exempt: tuple[tuple[str, str], ...] = ()
+    ignore_eos: bool = False
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One prompt. Exactly one of `token_ids` and `packed_token_ids` is given.
+
+    `grammar` is the source of a structural tag (JSON text), never a compiled grammar. `priority`: lower goes first.
+    `session` is opaque: the replica uses it in logs and spans. Trace context travels in the traceparent header.
+    """
+
+    request_id: str
+    token_ids: list[int] | None = None
+    packed_token_ids: bytes | None = None
+    sampling: SamplingParams = SamplingParams()
+    grammar: str | None = None
+    priority: int = 0
+    session: str | None = None
+    cache_salt: str | None = None
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Natural log-probability of one generated token and of the `top` most likely ones, most likely first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Started(msgspec.Struct, frozen=True, tag_field="type", tag="started"):
+    """First on every stream: the request left the queue; `cached_tokens` of its prompt need no prefill."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    queue_seconds: float
+
+
+class Tokens(msgspec.Struct, frozen=True, tag_field="type", tag="tokens", omit_defaults=True):
+    """New tokens of one choice, in order. `logprobs` is empty or as long as `token_ids`."""
+
+    token_ids: tuple[int, ...]
+    index: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class Finished(msgspec.Struct, frozen=True, tag_field="type", tag="finished", omit_defaults=True):
+    """The end of one choice. `stop_reason` is the stop string or stop token id that ended it (None: EOS or length).
+
+    All its tokens were sent before, the stop token and the text of the stop string among them.
+    """
+
+    finish_reason: FinishReason
+    index: int = 0
+    stop_reason: str | int | None = None
+
+
+class Done(msgspec.Struct, frozen=True, tag_field="type", tag="done"):
+    """The end of a stream: what the request took. Seconds are on the replica's monotonic clock."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    queue_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
+    preemptions: int
+
+
+class Failed(msgspec.Struct, frozen=True, tag_field="type", tag="failed", omit_defaults=True):
+    """The request was accepted and could not be finished. Nothing follows."""
+
+    code: str
+    message: str
+
+
+Chunk = Started | Tokens | Finished | Done | Failed
+
+
+class AbortRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Ends a request wherever it is."""
+
+    request_id: str
+
+
+class AbortReply(msgspec.Struct, frozen=True):
+    """`aborted` is False when no such request was running or waiting."""
+
+    aborted: bool
+
+
+class ErrorDetail(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A refusal. `code` is stable (docs/worker-protocol.md lists them), `message` is a sentence with the remedy,
+    `field` the path of what is wrong (for a grammar: a JSON pointer into the structural tag)."""
+
+    code: str
+    message: str
+    field: str | None = None
+
+
+class ErrorReply(msgspec.Struct, frozen=True):
+    error: ErrorDetail
+
+
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a worker can do."""
+
+    token_prompts: bool = True
+    grammars: bool = True
+    kv_events: bool = True
+    logprobs: bool = True
+    retention_hints: bool = False
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a worker is. `instance` is new at every start; `namespace` (hex) is not, as long as KV stays interchangeable."""
+
+    protocol_version: int
+    instance: str
+    model: str
+    namespace: str
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    vocab_size: int
+    max_concurrency: int
+    capabilities: Capabilities = Capabilities()
+    simulated: bool = False
+
+
+class WorkerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Load and totals. Blocks: free + cached + referenced = num_blocks; free ones hold nothing, cached ones hold KV that
+    nobody uses right now and can be evicted. Totals count from the start of the instance.
+    """
+
+    instance: str
+    running: int
+    waiting: int
+    waiting_prompt_tokens: int
+    num_blocks: int
+    free_blocks: int
+    cached_blocks: int
+    steps_total: int
+    prompt_tokens_total: int
+    cached_tokens_total: int
+    generated_tokens_total: int
+    preemptions_total: int
+    requests_total: int
+    aborted_total: int
+    prefill_tokens_per_second: float = 0.0
+    decode_tokens_per_second: float = 0.0

@@ -1,0 +1,50 @@
+"""The tools of a turn and what the caller allows the model to do with them, free of any API dialect."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """One function the model may call. `parameters` is its JSON Schema ({} and None: no parameters are described)."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool = False
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    """`auto`: text or calls. `required`: at least one call. `named`: exactly one call of `name`. `none`: text only.
+
+    `allowed` restricts auto and required to these names (None: every tool).
+    """
+
+    mode: Literal["none", "auto", "required", "named"] = "auto"
+    name: str | None = None
+    allowed: tuple[str, ...] | None = None
+    parallel: bool = True
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    """The shape of the text: free, any JSON object, or JSON valid against `schema`."""
+
+    kind: Literal["text", "json_object", "json_schema"] = "text"
+    schema: dict[str, Any] | bool | None = None
+    name: str | None = None
+
+
+class GrammarRefused(Exception):  # noqa: N818 - it is an answer to the caller
+    """A tool list, schema or choice that cannot be turned into a grammar.
+
+    `message` is a sentence; `tool` names the tool, `pointer` is a JSON pointer into its parameters (or into the response
+    schema when `tool` is None).
+    """
+
+    def __init__(self, message: str, *, tool: str | None = None, pointer: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.tool = tool
+        self.pointer = pointer

@@ -1,0 +1,98 @@
+"""Names of KV blocks: chained 128-bit digests that are equal on every process, machine and start.
+
+A block is `block_size` consecutive tokens. Its digest is xxh3-128 over (parent digest, token ids as little-endian uint32).
+The parent of a sequence's first block is a *root*: the namespace (all that makes keys and values interchangeable) with
+the tenant's cache salt folded in. Two blocks have one digest only if everything before them, and the model that computed
+them, is the same; so a lookup by digest can never find foreign KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+DIGEST_BYTES = 16
+TOKEN_BYTES = 4
+DEFAULT_BLOCK_SIZE = 16
+
+BlockHash = bytes
+"""A digest of `DIGEST_BYTES` bytes."""
+
+TokenIds = Sequence[int] | npt.NDArray[np.uint32]
+
+
+def namespace_digest(fields: Mapping[str, str | int | float | bool | None]) -> BlockHash:
+    """Fingerprint of everything that makes KV interchangeable: weights, dtypes, rope settings, block size, adapter.
+
+    The order of `fields` does not matter. Returns `DIGEST_BYTES` bytes.
+    """
+    canonical = msgspec.json.encode(sorted(fields.items()))
+    return xxhash.xxh3_128_digest(b"turnkeep-namespace-v1\x00" + canonical)
+
+
+def root_digest(namespace: BlockHash, salt: str | None = None) -> BlockHash:
+    """The parent of a first block. `salt` separates tenants that must not see each other's cached prefixes."""
+    if salt is None or salt == "":
+        return namespace
+    return xxhash.xxh3_128_digest(b"salt\x00" + namespace + salt.encode("utf-8", "surrogatepass"))
+
+
+def pack_tokens(token_ids: TokenIds | Iterable[int]) -> bytes:
+    """Token ids as little-endian uint32, the form in which they are hashed and sent.
+
+    Raises OverflowError for an id outside [0, 2**32).
+    """
+    if isinstance(token_ids, np.ndarray):
+        return token_ids.astype("<u4", copy=False).tobytes()
+    values = np.fromiter(token_ids, dtype=np.int64)
+    if values.size and (values.min() < 0 or values.max() > 0xFFFFFFFF):
+        raise OverflowError("token ids must lie in [0, 2**32)")
+    return values.astype("<u4").tobytes()
+
+
+def unpack_tokens(packed: bytes) -> npt.NDArray[np.uint32]:
+    """The inverse of `pack_tokens`, without copying. Raises ValueError when the length is no multiple of four."""
+    if len(packed) % TOKEN_BYTES:
+        raise ValueError(
+            f"packed token ids take {TOKEN_BYTES} bytes each; {len(packed)} bytes are no whole number of ids"
+        )
+    return np.frombuffer(packed, dtype="<u4")
+
+
+def chain_digest(parent: BlockHash, packed_block: bytes | memoryview) -> BlockHash:
+    """The digest of one full block whose predecessor has the digest `parent`."""
+    return xxhash.xxh3_128_digest(parent + bytes(packed_block))
+
+
+def iter_block_digests(packed: bytes, root: BlockHash, block_size: int = DEFAULT_BLOCK_SIZE) -> Iterator[BlockHash]:
+    """Digests of the full blocks of a sequence, in order. A trailing partial block has no digest."""
+    digest = xxhash.xxh3_128_digest
+    step = block_size * TOKEN_BYTES
+    parent = root
+    for start in range(0, len(packed) - step + 1, step):
+        parent = digest(parent + packed[start : start + step])
+        yield parent
+
+
+def block_digests(
+    token_ids: TokenIds | bytes, root: BlockHash, block_size: int = DEFAULT_BLOCK_SIZE
+) -> list[BlockHash]:
+    """Digests of the full blocks of `token_ids` (ids, or ids already packed)."""
+    packed = token_ids if isinstance(token_ids, bytes) else pack_tokens(token_ids)
+    return list(iter_block_digests(packed, root, block_size))
+
+
+def join_digests(digests: Iterable[BlockHash]) -> bytes:
+    """Digests back to back, the form in which events carry them."""
+    return b"".join(digests)
+
+
+def split_digests(joined: bytes) -> list[BlockHash]:
+    """The inverse of `join_digests`. Raises ValueError when the length is no multiple of `DIGEST_BYTES`."""
+    if len(joined) % DIGEST_BYTES:
+        raise ValueError(f"digests take {DIGEST_BYTES} bytes each; {len(joined)} bytes are no whole number of digests")
+    return [joined[i : i + DIGEST_BYTES] for i in range(0, len(joined), DIGEST_BYTES)]

@@ -1,0 +1,1 @@
+"""Who is talking: session identity, scoped by tenant. It imports only prefix_cache."""

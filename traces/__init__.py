@@ -1,0 +1,1 @@
+"""Recorded agent trajectories: their format, the recorder, replay, reports, and the bundled samples."""
