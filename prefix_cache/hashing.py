@@ -57,9 +57,7 @@ def pack_tokens(token_ids: TokenIds | Iterable[int]) -> bytes:
 def unpack_tokens(packed: bytes) -> npt.NDArray[np.uint32]:
     """The inverse of `pack_tokens`, without copying. Raises ValueError when the length is no multiple of four."""
     if len(packed) % TOKEN_BYTES:
-        raise ValueError(
-            f"packed token ids take {TOKEN_BYTES} bytes each; {len(packed)} bytes are no whole number of ids"
-        )
+        raise ValueError(f"packed token ids take {TOKEN_BYTES} bytes each; {len(packed)} bytes are no whole number of ids")
     return np.frombuffer(packed, dtype="<u4")
 
 
@@ -78,9 +76,7 @@ def iter_block_digests(packed: bytes, root: BlockHash, block_size: int = DEFAULT
         yield parent
 
 
-def block_digests(
-    token_ids: TokenIds | bytes, root: BlockHash, block_size: int = DEFAULT_BLOCK_SIZE
-) -> list[BlockHash]:
+def block_digests(token_ids: TokenIds | bytes, root: BlockHash, block_size: int = DEFAULT_BLOCK_SIZE) -> list[BlockHash]:
     """Digests of the full blocks of `token_ids` (ids, or ids already packed)."""
     packed = token_ids if isinstance(token_ids, bytes) else pack_tokens(token_ids)
     return list(iter_block_digests(packed, root, block_size))
