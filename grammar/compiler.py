@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from grammar.limits import GrammarLimits
+from grammar.limits import DEFAULT_LIMITS, GrammarLimits
 
 
 def allocate_bitmask(rows: int, vocab_size: int) -> torch.Tensor:
@@ -60,7 +60,7 @@ class GrammarCompiler:
         tokenizer_json_path: Path | str,
         vocab_size: int,
         stop_token_ids: Sequence[int],
-        limits: GrammarLimits = GrammarLimits(),
+        limits: GrammarLimits = DEFAULT_LIMITS,
     ) -> None:
         self._limits = limits
 

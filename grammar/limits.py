@@ -29,3 +29,6 @@ class GrammarLimits:
     compile_deadline_seconds: float = 1.0
     cache_entries: int = 256
     cache_bytes: int = 512 * 1_048_576
+
+
+DEFAULT_LIMITS = GrammarLimits()

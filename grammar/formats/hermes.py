@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from grammar.limits import GrammarLimits
+from grammar.limits import DEFAULT_LIMITS, GrammarLimits
 from grammar.parser import StreamParser
 from grammar.tools import ResponseFormat, Tool, ToolChoice
 
@@ -21,7 +21,7 @@ class HermesFormat:
     name = "hermes"
     exempt_regions = (("<tool_call>", "</tool_call>"),)
 
-    def __init__(self, limits: GrammarLimits = GrammarLimits()) -> None:
+    def __init__(self, limits: GrammarLimits = DEFAULT_LIMITS) -> None:
         self._limits = limits
 
     def system_prompt(self, tools: Sequence[Tool]) -> str:
