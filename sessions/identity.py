@@ -1,0 +1,209 @@
+"""Who is talking: the session, its parent and the job it belongs to, read from what agents send anyway.
+
+Pure functions over a request's headers and body; nothing is stored here. The first source of `DEFAULT_ORDER` that yields a
+value names the session (docs/http-api.md lists them for users):
+
+    headers, most specific first     Session-ID, X-Session-ID; X-Claude-Code-Session-ID (with X-Claude-Code-Agent-ID);
+                                     Session-ID with Thread-ID, or Thread-ID alone (Codex; older: session_id);
+                                     X-Session-Affinity (OpenCode); X-Dynamo-Session-ID; X-SMG-Routing-Key;
+                                     X-LiteLLM-Session-ID
+    then fields of the body          session_id; vllm_xargs.session_id; agent_hint.session_id; prompt_cache_key;
+                                     metadata.session_id; metadata.user_id where Claude Code packs a session in it
+    last                             Correlation-ID, X-Correlation-ID: they group the sessions of a job, and name a
+                                     session only where nothing finer does
+
+X-Request-ID and traceparent never name a session: they change with every turn. previous_response_id is a hint to a stored
+answer, not a name. Keys come from clients, so they are scoped by tenant, bounded in length and only ever compared whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+MAX_KEY_LENGTH = 128
+"""Longer keys are replaced by their digest: a session table must not store what strangers send at length."""
+
+_MAX_USER_ID = 4096
+_CLAUDE_USER_ID = re.compile(r"_session_([0-9A-Za-z-]{8,64})\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class SessionIdentity:
+    """Who sent a request. `key` None: it names no session. `source` is the header or field that named it.
+
+    `tenant` is a digest of the API key ("" without one); equal keys of two tenants are two sessions.
+    """
+
+    tenant: str
+    key: str | None
+    source: str | None = None
+    parent: str | None = None
+    correlation: str | None = None
+
+
+def tenant_of(api_key: str | None) -> str:
+    """The scope of everything a caller stores: a digest of the API key, so that no log or table holds the key itself."""
+    if not api_key:
+        return ""
+    return hashlib.sha256(b"turnkeep-tenant\x00" + api_key.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+
+def bounded_key(value: str) -> str:
+    """`value` itself, or its digest where it is long or holds what cannot be printed (control characters, lone surrogates)."""
+    if len(value) <= MAX_KEY_LENGTH and value.isprintable():
+        return value
+    return "sha256:" + hashlib.sha256(value.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _joined(session: str, branch: str | None) -> str:
+    """A conversation inside a session (a sub-agent, a thread) has a prefix, and so a name, of its own."""
+    if branch is None or branch == session:
+        return session
+    return "/".join(part.replace("%", "%25").replace("/", "%2F") for part in (session, branch))
+
+
+class _Request:
+    """Headers and body behind one lookup that knows what counts as absent."""
+
+    __slots__ = ("_body", "_headers")
+
+    def __init__(self, headers: Mapping[str, str], body: Mapping[str, Any]) -> None:
+        self._headers = headers
+        self._body = body
+
+    def header(self, name: str) -> str | None:
+        value = self._headers.get(name)
+        return (value.strip() or None) if value is not None else None
+
+    def field(self, *path: str) -> str | None:
+        value: Any = self._body
+        for step in path:
+            if not isinstance(value, Mapping):
+                return None
+            value = value.get(step)
+        if isinstance(value, str):
+            return value.strip() or None
+        if isinstance(value, int) and not isinstance(value, bool):
+            # Above this, printing an integer costs more than a session name is worth (and CPython refuses at 4300 digits).
+            return str(value) if value.bit_length() <= 256 else None
+        return None
+
+
+Found = tuple[str, str | None]
+"""A key and, where the source says so, its parent's key."""
+
+
+def _header(name: str, parent: str | None = None) -> Callable[[_Request], Found | None]:
+    def find(request: _Request) -> Found | None:
+        key = request.header(name)
+        return None if key is None else (key, request.header(parent) if parent else None)
+
+    return find
+
+
+def _field(*path: str, parent: tuple[str, ...] | None = None) -> Callable[[_Request], Found | None]:
+    def find(request: _Request) -> Found | None:
+        key = request.field(*path)
+        return None if key is None else (key, request.field(*parent) if parent else None)
+
+    return find
+
+
+def _claude_code(request: _Request) -> Found | None:
+    session = request.header("x-claude-code-session-id")
+    if session is None:
+        return None
+    agent = request.header("x-claude-code-agent-id")
+    if agent is None:
+        return session, None
+    return _joined(session, agent), _joined(session, request.header("x-claude-code-parent-agent-id"))
+
+
+def _codex(session_header: str) -> Callable[[_Request], Found | None]:
+    """Codex sends the session and, inside it, the thread; HTTP cannot tell its `session-id` from a plain `Session-ID`."""
+
+    def find(request: _Request) -> Found | None:
+        session = request.header(session_header)
+        if session is None:
+            return None
+        parent = request.header("x-codex-parent-thread-id")
+        key = _joined(session, request.header("thread-id"))
+        return key, None if parent is None else _joined(session, parent)
+
+    return find
+
+
+def _claude_user_id(request: _Request) -> Found | None:
+    """Claude Code packs its session in metadata.user_id: `user_..._account_..._session_ID`, in newer versions as JSON text.
+    Any other user id names a person, not a session."""
+    user_id = request.field("metadata", "user_id")
+    if user_id is None or len(user_id) > _MAX_USER_ID:
+        return None
+    if user_id.startswith("{"):
+        try:
+            packed = msgspec.json.decode(user_id)
+        except (msgspec.DecodeError, RecursionError):
+            return None
+        session = packed.get("session_id") if isinstance(packed, dict) else None
+        return (session, None) if isinstance(session, str) and session else None
+    match = _CLAUDE_USER_ID.search(user_id)
+    return (match[1], None) if match else None
+
+
+SOURCES: Mapping[str, Callable[[_Request], Found | None]] = {
+    "session-id": _codex("session-id"),
+    "x-session-id": _header("x-session-id", "x-parent-session-id"),
+    "x-claude-code-session-id": _claude_code,
+    "session_id": _codex("session_id"),
+    "thread-id": _header("thread-id", "x-codex-parent-thread-id"),
+    "x-session-affinity": _header("x-session-affinity", "x-parent-session-id"),
+    "x-dynamo-session-id": _header("x-dynamo-session-id", "x-dynamo-parent-session-id"),
+    "x-smg-routing-key": _header("x-smg-routing-key"),
+    "x-litellm-session-id": _header("x-litellm-session-id"),
+    "body.session_id": _field("session_id", parent=("parent_session_id",)),
+    "body.vllm_xargs.session_id": _field("vllm_xargs", "session_id"),
+    "body.agent_hint.session_id": _field("agent_hint", "session_id", parent=("agent_hint", "parent_session_id")),
+    "body.prompt_cache_key": _field("prompt_cache_key"),
+    "body.metadata.session_id": _field("metadata", "session_id"),
+    "body.metadata.user_id": _claude_user_id,
+    "correlation-id": _header("correlation-id"),
+    "x-correlation-id": _header("x-correlation-id"),
+}
+"""Every place a session can be named; header names in lower case, body fields with their path."""
+
+DEFAULT_ORDER: tuple[str, ...] = tuple(SOURCES)
+
+
+def identify(
+    headers: Mapping[str, str],
+    body: Mapping[str, Any],
+    *,
+    tenant: str = "",
+    order: Sequence[str] = DEFAULT_ORDER,
+) -> SessionIdentity:
+    """The identity of one request. `headers` must be case-insensitive or have lower-case names; `body` is the parsed JSON.
+
+    Raises KeyError when `order` names a source that is not in `SOURCES`.
+    """
+    request = _Request(headers, body)
+    group = request.header("correlation-id") or request.header("x-correlation-id")
+    correlation = bounded_key(group) if group else None
+    for source in order:
+        found = SOURCES[source](request)
+        if found is None:
+            continue
+        key, parent = found
+        return SessionIdentity(
+            tenant=tenant,
+            key=bounded_key(key),
+            source=source,
+            parent=bounded_key(parent) if parent and parent != key else None,
+            correlation=correlation,
+        )
+    return SessionIdentity(tenant=tenant, key=None, correlation=correlation)
