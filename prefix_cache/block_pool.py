@@ -1,0 +1,234 @@
+"""The block pool: the books of a fixed number of KV blocks. It knows no tensors, only ids, references and digests.
+
+A block is in exactly one of three states:
+
+    free         nobody refers to it and it holds nothing that could be found
+    cached       nobody refers to it, but it can be found by its digest; the eviction policy orders these
+    referenced   some sequence's table holds it (several, if they share it); it may be findable by its digest too
+
+A block is published under its digest once it is full and its KV has been computed. A digest names at most one block: where
+two sequences computed the same content at the same time, the later one is handed the earlier one's block and its own becomes
+free. Freed blocks are considered for eviction tail first, so that what remains of a sequence is a prefix, which is all that
+can ever be found again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from prefix_cache.events import AllCleared, BlocksRemoved, BlocksStored, KVEvent
+from prefix_cache.eviction import EvictionPolicy, LRUPolicy
+from prefix_cache.hashing import BlockHash, join_digests
+
+
+class IntegrityError(Exception):
+    """The books do not balance: a block was lost, used twice or given back twice. Always a bug, never bad input."""
+
+
+class PoolExhausted(Exception):  # noqa: N818 - an ordinary answer; the scheduler preempts and goes on
+    """More blocks were asked for than are free or cached."""
+
+
+class BlockPool:
+    """`num_blocks` blocks of `block_size` tokens. Not thread-safe: it belongs to the engine thread.
+
+    allocate, touch, free and publish are O(1) a block.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, policy: EvictionPolicy | None = None) -> None:
+        """Raises ValueError for sizes below one."""
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"a pool needs at least one block of one token; got {num_blocks} blocks of {block_size} tokens")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._policy: EvictionPolicy = LRUPolicy() if policy is None else policy
+        # A stack, lowest id on top: blocks of a fresh pool come out in order, so that a sequence's KV lies in one run.
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._references = [0] * num_blocks
+        self._digests: list[BlockHash | None] = [None] * num_blocks
+        self._by_digest: dict[BlockHash, int] = {}
+        self._events: list[KVEvent] = []
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that hold nothing."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks nobody refers to that can still be found."""
+        return len(self._policy)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can hand out: free ones, and cached ones by evicting them."""
+        return len(self._free) + len(self._policy)
+
+    @property
+    def num_referenced(self) -> int:
+        """Blocks in some sequence's table."""
+        return self.num_blocks - self.num_available
+
+    def references(self, block: int) -> int:
+        """How many tables hold `block`."""
+        return self._references[block]
+
+    def digest(self, block: int) -> BlockHash | None:
+        """The digest under which `block` can be found, None if it cannot."""
+        return self._digests[block]
+
+    def lookup(self, digests: Iterable[BlockHash]) -> list[int]:
+        """The blocks of the longest prefix of `digests` that can be found. Changes nothing: `touch` them to keep them."""
+        found = []
+        for digest in digests:
+            block = self._by_digest.get(digest)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def unreferenced(self, blocks: Iterable[int]) -> int:
+        """How many of `blocks` are cached, so that touching them would lower `num_available`."""
+        return sum(self._references[block] == 0 for block in blocks)
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks with one reference each and nothing in them, all or none. Cached blocks are evicted when the free
+        ones do not suffice. Raises PoolExhausted."""
+        if count > self.num_available:
+            raise PoolExhausted(f"{count} blocks asked for, {self.num_available} of {self.num_blocks} available")
+        blocks = []
+        evicted = []
+        for _ in range(count):
+            if self._free:
+                block = self._free.pop()
+            else:
+                block = self._policy.pop()
+                evicted.append(self._forget(block))
+            self._references[block] = 1
+            blocks.append(block)
+        if evicted:
+            self._events.append(BlocksRemoved(join_digests(evicted)))
+        return blocks
+
+    def touch(self, blocks: Iterable[int]) -> None:
+        """Adds a reference to each block. Raises IntegrityError for a free one: it may hold anything."""
+        for block in blocks:
+            if self._references[block] == 0:
+                if self._digests[block] is None:
+                    raise IntegrityError(f"block {block} is free and cannot be shared")
+                self._policy.remove(block)
+            self._references[block] += 1
+
+    def free(self, table: Sequence[int]) -> None:
+        """Drops one reference from each block of a sequence's table, given in the order of the sequence. What nobody refers
+        to any more becomes cached, the tail to be evicted first, or free. Raises IntegrityError on one reference too many."""
+        for block in reversed(table):
+            if self._references[block] <= 0:
+                raise IntegrityError(f"block {block} was given back more often than it was taken")
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                if self._digests[block] is None:
+                    self._free.append(block)
+                else:
+                    self._policy.add(block)
+
+    def publish(self, blocks: Sequence[int], digests: Sequence[BlockHash], parent: BlockHash) -> list[int]:
+        """Makes full, computed blocks of one sequence findable; they follow each other, `parent` is the digest before them.
+
+        Returns the blocks the sequence holds from now on: where a digest is already known, the block known by it (with the
+        reference moved over) in place of the sequence's own. Raises IntegrityError for a block that nobody refers to.
+        """
+        held = []
+        stored: list[BlockHash] = []
+        stored_parent = parent
+        for block, digest in zip(blocks, digests, strict=True):
+            if self._references[block] <= 0:
+                raise IntegrityError(f"block {block} cannot be published: nobody refers to it")
+            known = self._by_digest.get(digest)
+            if known is None:
+                if self._digests[block] is not None:
+                    raise IntegrityError(f"block {block} is already published under another digest")
+                self._digests[block] = digest
+                self._by_digest[digest] = block
+                stored.append(digest)
+                held.append(block)
+            else:
+                if known != block:
+                    self.touch((known,))
+                    self.free((block,))
+                held.append(known)
+                if stored:
+                    self._events.append(BlocksStored(join_digests(stored), stored_parent))
+                stored = []
+                stored_parent = digest
+        if stored:
+            self._events.append(BlocksStored(join_digests(stored), stored_parent))
+        return held
+
+    def is_shared(self, block: int) -> bool:
+        """True when `block` must not be written to: other tables hold it, or it is published."""
+        return self._references[block] > 1 or self._digests[block] is not None
+
+    def copy_on_write(self, block: int) -> int:
+        """A private block in place of a shared one: moves the caller's reference there. The caller copies the contents
+        before anything of this step is written. Raises PoolExhausted; then nothing has changed."""
+        (private,) = self.allocate(1)
+        self.free((block,))
+        return private
+
+    def clear(self) -> None:
+        """Forgets every digest. Cached blocks become free; referenced ones stay with their sequences, unfindable."""
+        while len(self._policy):
+            self._free.append(self._policy.pop())
+        self._by_digest.clear()
+        self._digests = [None] * self.num_blocks
+        self._events.append(AllCleared())
+
+    def take_events(self) -> list[KVEvent]:
+        """What changed since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def snapshot(self) -> bytes:
+        """Joined digests of all blocks that can be found now."""
+        return join_digests(self._by_digest)
+
+    def check_integrity(self, held: Mapping[int, int] | None = None) -> None:
+        """Raises IntegrityError unless every block is free, cached or referenced, exactly once, and each digest names one
+        block. `held`: block -> in how many tables its holders have it; when given, it must match the reference counts."""
+        free = set(self._free)
+        if len(free) != len(self._free):
+            raise IntegrityError("a block is in the free list twice")
+        cached = list(self._policy)
+        if len(set(cached)) != len(cached) or len(cached) != len(self._policy):
+            raise IntegrityError("a block is in the eviction order twice")
+        cached_set = set(cached)
+        for block in range(self.num_blocks):
+            references = self._references[block]
+            states = (block in free) + (block in cached_set) + (references > 0)
+            if states != 1 or references < 0:
+                raise IntegrityError(
+                    f"block {block} must be free, cached or referenced: free={block in free}, "
+                    f"cached={block in cached_set}, references={references}"
+                )
+            digest = self._digests[block]
+            if block in free and digest is not None:
+                raise IntegrityError(f"block {block} is free but still has a digest")
+            if block in cached_set and digest is None:
+                raise IntegrityError(f"block {block} is cached but has no digest")
+            if digest is not None and self._by_digest.get(digest) != block:
+                raise IntegrityError(f"block {block} cannot be found by its digest")
+            if held is not None and held.get(block, 0) != references:
+                raise IntegrityError(f"block {block} has {references} references but is held {held.get(block, 0)} times")
+        if len(self._by_digest) != sum(digest is not None for digest in self._digests):
+            raise IntegrityError("a digest leads to a block that does not carry it")
+        if free | cached_set and (max(free | cached_set) >= self.num_blocks or min(free | cached_set) < 0):
+            raise IntegrityError("a block that does not exist is free or cached")
+
+    def _forget(self, block: int) -> BlockHash:
+        digest = self._digests[block]
+        if digest is None:
+            raise IntegrityError(f"block {block} was evicted but has no digest")
+        self._digests[block] = None
+        del self._by_digest[digest]
+        return digest
