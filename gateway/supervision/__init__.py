@@ -1,0 +1,1 @@
+"""Local replica processes: started, watched, restarted, stopped."""

@@ -1,0 +1,71 @@
+"""What the gateway needs of a worker, whatever speaks behind it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Protocol
+
+from gateway.workers.protocol import Chunk, ErrorDetail, GenerateRequest, WorkerInfo, WorkerStats
+from prefix_cache.events import KVMessage
+
+
+class WorkerError(Exception):
+    """A worker did not do what it was asked."""
+
+
+class WorkerUnavailableError(WorkerError):
+    """Connection refused or lost, a 5xx, or an answer that makes no sense: another worker may do better.
+
+    `reached` is False when no connection could be made; `retry_after` (seconds) is what the worker asked for, if it did.
+    `busy` is True for an honest 429 or 503, which says nothing about the worker's health.
+    """
+
+    def __init__(self, message: str, *, reached: bool, busy: bool = False, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.reached = reached
+        self.busy = busy
+        self.retry_after = retry_after
+
+
+class WorkerRefusedError(WorkerError):
+    """The worker will not serve this request as it is (4xx); no other worker would. Says nothing about its health."""
+
+    def __init__(self, status: int, detail: ErrorDetail) -> None:
+        super().__init__(detail.message)
+        self.status = status
+        self.detail = detail
+
+
+class ChunkStream(Protocol):
+    """The answer to one request. Raises WorkerUnavailableError when it breaks off before Done or Failed."""
+
+    def __aiter__(self) -> AsyncIterator[Chunk]: ...
+
+    async def __anext__(self) -> Chunk: ...
+
+    def close(self) -> None:
+        """Drops the connection at once, which aborts the request; safe to call at any time, also from another task."""
+
+
+class Worker(Protocol):
+    """Tokens in, tokens out. Every method raises WorkerUnavailableError when the worker cannot be reached."""
+
+    @property
+    def url(self) -> str: ...
+
+    async def info(self) -> WorkerInfo: ...
+
+    async def stats(self) -> WorkerStats: ...
+
+    async def healthy(self) -> str | None:
+        """None when it can generate, else its sentence why not."""
+
+    async def generate(self, request: GenerateRequest, headers: Mapping[str, str]) -> ChunkStream:
+        """Returns once the worker has accepted. Raises WorkerRefusedError, WorkerUnavailableError."""
+
+    async def abort(self, request_id: str) -> bool: ...
+
+    def kv_events(self, instance: str | None, after: int) -> AsyncIterator[KVMessage]:
+        """What happened after batch `after` of life `instance`, then what happens."""
+
+    async def aclose(self) -> None: ...
