@@ -1,0 +1,74 @@
+"""Settings of the HTTP front. Frozen values, parsed once by the command line and passed down; times are seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sessions.identity import DEFAULT_ORDER, SOURCES
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A model the gateway speaks for: its name in the API and the directory with tokenizer and chat template."""
+
+    name: str
+    directory: Path
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HttpConfig:
+    """Limits and patience towards clients.
+
+    `max_body_bytes`: larger requests get a 413. `body_timeout`: for a body to arrive. `write_timeout`: a client that takes
+    nothing for so long is dropped and its generation aborted. `ping_interval`: silence after which a stream gets a comment.
+    `headers_within`: a stream's headers wait this long for the number of cached tokens. `max_prompts`: prompts in one
+    /v1/completions request. `max_choices`: the same for `n`. `inline_characters`: texts above this are rendered and
+    tokenised on one of `threads` threads, so that they do not hold up other streams.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    max_body_bytes: int = 64 * MIB
+    body_timeout: float = 60.0
+    write_timeout: float = 60.0
+    ping_interval: float = 10.0
+    headers_within: float = 10.0
+    shutdown_timeout: float = 10.0
+    max_prompts: int = 128
+    max_choices: int = 128
+    inline_characters: int = 8192
+    threads: int = 2
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"http.port must lie between 0 and 65535, not {self.port}")
+        for name in ("max_body_bytes", "body_timeout", "write_timeout", "ping_interval", "headers_within"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"http.{name} must be positive, not {getattr(self, name)}")
+        for name in ("max_prompts", "max_choices", "threads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"http.{name} must be at least 1, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    """Everything the HTTP front is told. `api_keys` empty: everybody may use it, scoped by the key they present.
+
+    `session_sources`: where to look for a session's name, in order (`sessions.identity.SOURCES`).
+    """
+
+    models: tuple[ModelConfig, ...]
+    http: HttpConfig = field(default_factory=HttpConfig)
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    session_sources: tuple[str, ...] = DEFAULT_ORDER
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.session_sources if name not in SOURCES]
+        if unknown:
+            raise ValueError(f"sessions.sources has no source named '{unknown[0]}'; known are: {', '.join(SOURCES)}")
+        if not self.models:
+            raise ValueError("at least one model must be configured")
