@@ -310,7 +310,7 @@ def test_many_workers(depths, rng):
     for worker, depth in depths:
         order = digests[:depth]
         rng.shuffle(order)
-        index.apply(f"w{worker}", EventBatch("i", 1, (stored(order), stored(fresh(2, worker)))))
+        index.apply(f"w{worker}", EventBatch("i", 1, (stored(order), stored(fresh(2, 100 + worker)))))
     assert index.lookup(digests) == {f"w{worker}": depth for worker, depth in depths if depth}
 
 
