@@ -106,6 +106,11 @@ class StopMatcher:
         """The stop string that ended the text, once it is certain."""
         return self._matched
 
+    @property
+    def held(self) -> int:
+        """Characters that were fed and are held back for now."""
+        return len(self._held)
+
     def feed(self, text: str, armed: bool = True) -> tuple[str, str | None]:
         """More text. Returns what can be given out now, and the stop string that matched.
 
@@ -118,10 +123,8 @@ class StopMatcher:
         base = self._read + len(text) - len(self._held)  # position of the first held character
         index = 0
         while index < len(text) and self._matched is None:
-            if self._inside is not None:
-                index = self._scan_region(text, index)
-            else:
-                index = self._scan_outside(text, index, armed)
+            scan = self._scan_outside if self._inside is None else self._scan_region
+            index = scan(text, index, armed)
         if self._matched is not None and self._candidate is not None:
             given = self._held[: self._candidate[0] - base]
             self._held = ""
@@ -142,8 +145,8 @@ class StopMatcher:
         begin, _, self._matched = self._candidate
         return held[: len(held) - (self._read - begin)]
 
-    def _scan_region(self, text: str, index: int) -> int:
-        """Reads on inside an exempt region; returns the index of the first character after what was read."""
+    def _scan_region(self, text: str, index: int, armed: bool) -> int:
+        """Reads on inside an exempt region, where nothing is armed; returns the next index."""
         end = self._inside
         while end is not None and index < len(text):
             if self._end_state == 0:
@@ -175,10 +178,11 @@ class StopMatcher:
                 if stop and armed:
                     self._candidate = (position - len(stop), position, stop)
             begin = begins.longest[self._begin_state]
-            if begin and not (self._candidate is not None and self._candidate[1] <= position - len(begin)):
+            if begin and (self._candidate is None or self._candidate[1] > position - len(begin)):
                 self._open(begin)
                 return index
-            if self._candidate is not None and self._candidate[1] <= position - begins.depth[self._begin_state]:
+            # A region that could still void the match would have begun in the characters that the begin state holds.
+            if self._candidate is not None and (begin or self._candidate[1] <= position - begins.depth[self._begin_state]):
                 self._matched = self._candidate[2]
                 return index
         return index
@@ -209,6 +213,11 @@ class TextStream:
     def matched(self) -> str | None:
         """The stop string that ended the text, once it is certain."""
         return self._matcher.matched
+
+    @property
+    def held(self) -> int:
+        """Characters that were decoded and are held back for now."""
+        return self._matcher.held
 
     def feed(self, token_ids: Sequence[int]) -> tuple[str, str | None]:
         """More tokens. Returns the text that can be given out now, and the stop string that matched."""
