@@ -31,7 +31,7 @@ class TokenizerFiles:
 
     `special_tokens` holds the named ones (bos_token, ...) as chat templates see them; `chat_templates` the templates by
     name, `default` first in meaning ({}: the model has none); `sampling_defaults` the sampling fields of
-    generation_config.json.
+    generation_config.json and `eos_token_ids` the tokens that end a generation by the same file.
     """
 
     directory: Path
@@ -40,6 +40,7 @@ class TokenizerFiles:
     add_bos: bool | None
     add_eos: bool | None
     sampling_defaults: Mapping[str, float]
+    eos_token_ids: tuple[int, ...] = ()
 
 
 def read_tokenizer_files(directory: Path) -> TokenizerFiles:
@@ -52,6 +53,7 @@ def read_tokenizer_files(directory: Path) -> TokenizerFiles:
         )
     config = _read_json(directory / "tokenizer_config.json")
     special = {**_read_json(directory / "special_tokens_map.json"), **config}
+    generation = _read_json(directory / "generation_config.json")
     tokens = {name: text for name in NAMED_TOKENS if (text := _token_text(special.get(name))) is not None}
     return TokenizerFiles(
         directory=directory,
@@ -59,7 +61,8 @@ def read_tokenizer_files(directory: Path) -> TokenizerFiles:
         chat_templates=MappingProxyType(_chat_templates(directory, config.get("chat_template"))),
         add_bos=_optional_bool(config.get("add_bos_token")),
         add_eos=_optional_bool(config.get("add_eos_token")),
-        sampling_defaults=MappingProxyType(_sampling_defaults(_read_json(directory / "generation_config.json"))),
+        sampling_defaults=MappingProxyType(_sampling_defaults(generation)),
+        eos_token_ids=_token_ids(generation.get("eos_token_id")),
     )
 
 
@@ -80,6 +83,10 @@ class TextTokenizer:
         self._files = files
         self._backend = backend
         self._set_post_processor()
+        eos = files.special_tokens.get("eos_token")
+        named = None if eos is None else backend.token_to_id(eos)
+        self.eos_token_ids: frozenset[int] = frozenset((*files.eos_token_ids, *(() if named is None else (named,))))
+        self.longest_token: int = max((len(token) for token in backend.get_vocab(with_added_tokens=True)), default=1)
 
     @classmethod
     def load(cls, directory: Path) -> TextTokenizer:
@@ -140,8 +147,12 @@ class TextTokenizer:
 
     def token_text(self, token_id: int) -> str:
         """One token alone, as text (replacement characters where it is part of a character); "" for an unknown id."""
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return ""
         text: str = self._backend.decode([token_id], skip_special_tokens=False)
-        return text
+        # Decoders of SentencePiece vocabularies drop the space before a text's first word.
+        return " " + text if token.startswith("\u2581") and not text.startswith(" ") else text
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token stands for. For byte-level vocabularies exact also within a character."""
@@ -221,6 +232,11 @@ def _read_template(path: Path) -> str:
         return data.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ModelFilesError(f"{path} cannot be read as a chat template: {error}.") from error
+
+
+def _token_ids(value: object) -> tuple[int, ...]:
+    values = value if isinstance(value, list) else [value]
+    return tuple(item for item in values if isinstance(item, int) and not isinstance(item, bool))
 
 
 def _sampling_defaults(config: Mapping[str, Any]) -> dict[str, float]:

@@ -1,0 +1,69 @@
+"""The models a gateway speaks for: what turns messages into token ids and back, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from gateway.config import ModelConfig
+from gateway.rendering import ChatRenderer
+from gateway.tokenization import ModelFilesError, TextTokenizer
+from gateway.turn import TurnError
+from grammar.formats.base import ToolFormat
+from grammar.formats.registry import format_for
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One model and everything the gateway needs to speak for it."""
+
+    name: str
+    tokenizer: TextTokenizer
+    renderer: ChatRenderer
+    tool_format: ToolFormat
+    aliases: tuple[str, ...] = ()
+
+    @classmethod
+    def load(cls, config: ModelConfig) -> ServedModel:
+        """Reads tokenizer and template of a model directory. Raises ModelFilesError."""
+        tokenizer = TextTokenizer.load(config.directory)
+        templates = tokenizer.files.chat_templates
+        tool_format = format_for(templates.get("tool_use", templates.get("default")))
+        try:
+            renderer = ChatRenderer(templates, tokenizer.files.special_tokens, tool_format, model=config.name)
+        except ValueError as error:
+            raise ModelFilesError(str(error)) from error
+        return cls(config.name, tokenizer, renderer, tool_format, config.aliases)
+
+
+class ModelRegistry:
+    """Models by name and alias; the first one is the default."""
+
+    def __init__(self, models: Iterable[ServedModel]) -> None:
+        """Raises ValueError when there is none, or two share a name."""
+        self._models = tuple(models)
+        self._by_name: dict[str, ServedModel] = {}
+        for model in self._models:
+            for name in (model.name, *model.aliases):
+                if name in self._by_name:
+                    raise ValueError(f"two models are named '{name}'; rename one")
+                self._by_name[name] = model
+        if not self._models:
+            raise ValueError("there is no model to serve")
+
+    @property
+    def all(self) -> tuple[ServedModel, ...]:
+        """In the order configured."""
+        return self._models
+
+    def find(self, name: str | None) -> ServedModel:
+        """The model of this name, the default for None. Raises TurnError 404 that names those there are."""
+        if name is None:
+            return self._models[0]
+        model = self._by_name.get(name)
+        if model is None:
+            known = ", ".join(f"'{known}'" for known in list(self._by_name)[:16])
+            raise TurnError(
+                404, "model_not_found", f"There is no model '{name[:128]}' here. Models are: {known}.", param="model"
+            )
+        return model
