@@ -1,0 +1,40 @@
+"""The seam between dialects and the rest: what an API's answer must be able to do. One implementation per endpoint."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from gateway.choices import TurnEvent
+from gateway.running import RunningTurn
+from gateway.telemetry.telemetry import Operation
+from gateway.turn import TurnError
+
+
+class Answer(Protocol):
+    """One turn's answer in one dialect: either whole (`body`) or as server-sent events (the other four, in this order).
+
+    The bytes of events are complete SSE frames; b"" where there is nothing to say yet.
+    """
+
+    @property
+    def dialect(self) -> str:
+        """Name of the API for records: openai.chat, openai.completions."""
+
+    @property
+    def operation(self) -> Operation:
+        """Name of the operation for telemetry."""
+
+    def body(self, running: RunningTurn) -> dict[str, Any]:
+        """The whole answer of a turn that has ended, as JSON values."""
+
+    def opening(self, running: RunningTurn) -> bytes:
+        """What a stream begins with."""
+
+    def event(self, event: TurnEvent) -> bytes:
+        """What became certain."""
+
+    def closing(self, running: RunningTurn) -> bytes:
+        """What a complete stream ends with."""
+
+    def failure(self, error: TurnError) -> bytes:
+        """What a stream ends with that cannot go on."""

@@ -1,0 +1,55 @@
+"""Headers of an answer that say where a turn went and what it found there."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Mapping
+from urllib.parse import quote
+
+from gateway.running import RunningTurn
+from gateway.turn import SessionRef
+
+REQUEST_ID = "X-Request-ID"
+REPLICA = "X-Turnkeep-Replica"
+SESSION = "X-Turnkeep-Session"
+CACHED_TOKENS = "X-Turnkeep-Cached-Tokens"
+PROMPT_TOKENS = "X-Turnkeep-Prompt-Tokens"
+WARNING = "X-Turnkeep-Warning"
+
+_MAX_REQUEST_ID = 128
+_MAX_WARNING = 1024
+
+
+def request_id(headers: Mapping[str, str]) -> str:
+    """The client's X-Request-ID where it is fit for a log line, else a new one. For people who follow a request through
+    logs; two requests may carry the same, so nothing is looked up by it."""
+    given = headers.get(REQUEST_ID, "").strip()
+    if 0 < len(given) <= _MAX_REQUEST_ID and given.isascii() and given.isprintable():
+        return given
+    return "req-" + secrets.token_hex(12)
+
+
+def session_headers(session: SessionRef) -> dict[str, str]:
+    """`KEY; source=SOURCE`, the key percent-encoded. Nothing for a request that names no session."""
+    if session.key is None:
+        return {}
+    return {SESSION: f"{quote(session.key, safe='/:')}; source={session.source}"}
+
+
+def warning_header(warnings: Iterable[str]) -> dict[str, str]:
+    """All warnings on one line of visible ASCII."""
+    text = "; ".join(warnings)
+    if not text:
+        return {}
+    if len(text) > _MAX_WARNING:
+        text = text[: _MAX_WARNING - 3] + "..."
+    return {WARNING: "".join(character if " " <= character <= "~" else "?" for character in text)}
+
+
+def placement_headers(running: RunningTurn, *, started: bool) -> dict[str, str]:
+    """Which replica, how many prompt tokens, and, once the prompts have `started`, how many of them were cached."""
+    usage = running.usage
+    headers = {REPLICA: running.workers, PROMPT_TOKENS: str(usage.prompt_tokens)}
+    if started:
+        headers[CACHED_TOKENS] = str(usage.cached_tokens)
+    return headers

@@ -1,0 +1,113 @@
+"""A Chat Completions body to a Turn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+
+from gateway.apis.bodies import fit, unknown_fields
+from gateway.apis.openai.messages import Message, normalise
+from gateway.apis.openai.sampling import INT32_MAX, SamplingFields, bad_field, sampling_params
+from gateway.apis.openai.tools import parse_response_format, parse_tool_choice, parse_tools
+from gateway.models import ServedModel
+from gateway.rendering import RESERVED_VARIABLES
+from gateway.turn import SessionRef, Turn
+
+_AtLeastOne = Annotated[int, msgspec.Meta(ge=1, le=INT32_MAX)]
+
+
+class ChatRequest(SamplingFields, frozen=True, kw_only=True):
+    """The fields of Chat Completions beside those it shares with Completions."""
+
+    messages: list[Message]
+    max_tokens: _AtLeastOne | None = None
+    max_completion_tokens: _AtLeastOne | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    response_format: Any = None
+    guided_json: Any = None
+    structured_outputs: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    # Taken and without effect here.
+    store: Any = None
+    verbosity: Any = None
+    prediction: Any = None
+    modalities: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """How the caller wants the answer written, beyond what it says."""
+
+    include_usage: bool
+    logprobs: bool
+    return_token_ids: bool
+
+
+def parse_chat(
+    body: dict[str, Any],
+    *,
+    model: ServedModel,
+    session: SessionRef,
+    request_id: str,
+    max_choices: int,
+    warnings: list[str],
+) -> tuple[Turn, ChatOptions]:
+    """The Turn of a body. Adds to `warnings` what was ignored. Raises TurnError 400 that names the field."""
+    fields = fit(body, ChatRequest)
+    warnings.extend(unknown_fields(body, ChatRequest))
+    messages = normalise(fields.messages, warnings)
+    tools = parse_tools(fields.tools, warnings)
+    choice = parse_tool_choice(fields.tool_choice, fields.parallel_tool_calls, tools)
+    if fields.top_logprobs is not None and fields.top_logprobs > 0 and not fields.logprobs:
+        raise bad_field("top_logprobs", "it needs logprobs to be true")
+    by_new_name = fields.max_completion_tokens is not None
+    calls_possible = bool(tools) and choice.mode != "none"
+    sampling = sampling_params(
+        fields,
+        max_tokens=fields.max_completion_tokens if by_new_name else fields.max_tokens,
+        max_tokens_field="max_completion_tokens" if by_new_name else "max_tokens",
+        logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
+        max_choices=max_choices,
+        vocab_size=model.tokenizer.size,
+        defaults=model.tokenizer.files.sampling_defaults,
+        stop_exempt=model.tool_format.exempt_regions if calls_possible else (),
+    )
+    turn = Turn(
+        request_id=request_id,
+        model=model.name,
+        session=session,
+        messages=messages,
+        tools=tools,
+        tool_choice=choice,
+        response_format=parse_response_format(fields.response_format, fields.guided_json, fields.structured_outputs),
+        sampling=sampling,
+        stream=bool(fields.stream),
+        priority=fields.priority or 0,
+        cache_salt=fields.cache_salt or None,
+        template_kwargs=_template_kwargs(fields),
+        warnings=tuple(warnings),
+    )
+    options = ChatOptions(
+        include_usage=bool(fields.stream_options and fields.stream_options.include_usage),
+        logprobs=bool(fields.logprobs),
+        return_token_ids=bool(fields.return_token_ids),
+    )
+    return turn, options
+
+
+def _template_kwargs(fields: ChatRequest) -> Mapping[str, Any]:
+    given = fields.chat_template_kwargs or {}
+    for name in given:
+        if name in RESERVED_VARIABLES:
+            raise bad_field(f"chat_template_kwargs.{name}", "the request's own fields say this; leave it out here")
+    if fields.reasoning_effort is not None:
+        return {"reasoning_effort": fields.reasoning_effort, **given}
+    return given

@@ -1,0 +1,21 @@
+"""Usage in OpenAI's shape, with what the gateway adds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gateway.running import RunningTurn
+from gateway.turn import SessionRef
+
+
+def usage_body(running: RunningTurn, session: SessionRef) -> dict[str, Any]:
+    """Token counts; `turnkeep` says which replica computed them, for which session."""
+    usage = running.usage
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.total_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+        "turnkeep": {"replica": running.workers, "session": session.key, "session_source": session.source},
+    }

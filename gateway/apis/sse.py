@@ -1,0 +1,74 @@
+"""Server-sent events to one client: kept alive while there is nothing to say, given up when the client takes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+PING = b": ping\n\n"
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection, or took nothing for too long."""
+
+
+def frame(data: Any) -> bytes:
+    """One event whose data is the JSON of `data`."""
+    return b"data: " + orjson.dumps(data) + b"\n\n"
+
+
+class EventStream:
+    """An answer in events. At most two high-water marks of a socket's buffer are held for a slow client: `send` waits."""
+
+    def __init__(self, request: web.Request, *, write_timeout: float) -> None:
+        self._request = request
+        self._write_timeout = write_timeout
+        self._loop = asyncio.get_running_loop()
+        self._last_write = 0.0
+        self.response = web.StreamResponse(headers=_HEADERS)
+
+    async def open(self, headers: Mapping[str, str]) -> None:
+        """Sends status and headers. Raises ClientGoneError."""
+        self.response.headers.update(headers)
+        try:
+            await self.response.prepare(self._request)
+        except ConnectionError as error:
+            raise ClientGoneError("the client left before the answer began") from error
+        self._last_write = self._loop.time()
+
+    @property
+    def idle(self) -> float:
+        """Seconds since something was sent."""
+        return self._loop.time() - self._last_write
+
+    async def send(self, data: bytes) -> None:
+        """Sends bytes, once the client has taken enough of what came before. Raises ClientGoneError."""
+        if not data:
+            return
+        try:
+            async with asyncio.timeout(self._write_timeout):
+                await self.response.write(data)
+        except TimeoutError as error:
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            raise ClientGoneError(f"the client read nothing for {self._write_timeout:g} seconds") from error
+        except ConnectionError as error:
+            raise ClientGoneError("the client closed the connection") from error
+        self._last_write = self._loop.time()
+
+    async def close(self) -> None:
+        """Ends the body. Raises ClientGoneError."""
+        try:
+            async with asyncio.timeout(self._write_timeout):
+                await self.response.write_eof()
+        except (TimeoutError, ConnectionError) as error:
+            raise ClientGoneError("the client closed the connection") from error

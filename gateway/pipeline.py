@@ -1,0 +1,124 @@
+"""The way of one turn: Turn and prompts to a dispatcher, and back as events. Knows no dialect and no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from gateway.choices import ChoiceDecoder
+from gateway.config import GatewayConfig
+from gateway.models import ModelRegistry, ServedModel
+from gateway.prompts import PromptBuilder
+from gateway.running import RunningTurn, Usage
+from gateway.telemetry.telemetry import Telemetry
+from gateway.turn import Dispatcher, Generation, Prompt, Turn, TurnObserver, TurnRecord
+from gateway.workers.protocol import SamplingParams, WorkerInfo
+from grammar.detokenizer import Detokenizer
+from grammar.parser import StreamParser, TextParser
+from grammar.stop import TextStream
+
+log = logging.getLogger(__name__)
+
+
+class Pipeline:
+    """What every API endpoint shares: models, prompts, the dispatcher, and who is told of turns."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        models: ModelRegistry,
+        dispatcher: Dispatcher,
+        telemetry: Telemetry,
+        observers: Sequence[TurnObserver] = (),
+    ) -> None:
+        self.models = models
+        self.telemetry = telemetry
+        self._dispatcher = dispatcher
+        self._observers = tuple(observers)
+        self._executor = ThreadPoolExecutor(config.http.threads, thread_name_prefix="prompt")
+        self.prompts = PromptBuilder(self._executor, inline_characters=config.http.inline_characters)
+        self._detokenizers = {model.name: Detokenizer(model.tokenizer.backend) for model in models.all}
+
+    def close(self) -> None:
+        """Frees the threads."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def pool_info(self, model: ServedModel) -> WorkerInfo:
+        """What the workers of a model have in common. Raises TurnError 503 while none is up."""
+        return self._dispatcher.pool_info(model.name)
+
+    async def run(
+        self,
+        model: ServedModel,
+        turn: Turn,
+        prompts: Sequence[Prompt],
+        info: WorkerInfo,
+        trace_headers: Mapping[str, str],
+        *,
+        plain: bool = False,
+    ) -> RunningTurn:
+        """Starts the turn's prompts on workers. `plain`: the text is never a tool call (completions).
+
+        Raises TurnError. Whoever gets the RunningTurn must close it.
+        """
+        generations: list[Generation] = []
+        try:
+            for position, prompt in enumerate(prompts):
+                generations.append(
+                    await self._dispatcher.dispatch(
+                        request_id=turn.request_id if len(prompts) == 1 else f"{turn.request_id}-{position}",
+                        model=model.name,
+                        session=turn.session,
+                        prompt=prompt,
+                        sampling=_within_context(turn.sampling, prompt, info),
+                        priority=turn.priority,
+                        trace_headers=trace_headers,
+                    )
+                )
+        except BaseException:
+            await asyncio.gather(*(generation.aclose() for generation in generations), return_exceptions=True)
+            raise
+        decoders = [self._decoder(model, turn, index, plain=plain) for index in range(turn.sampling.n * len(prompts))]
+        return RunningTurn(generations, decoders, Usage(prompt_tokens=sum(prompt.num_tokens for prompt in prompts)))
+
+    def _decoder(self, model: ServedModel, turn: Turn, index: int, *, plain: bool) -> ChoiceDecoder:
+        sampling = turn.sampling
+        parser: StreamParser = TextParser()
+        if not plain and turn.tools and turn.tool_choice.mode != "none":
+            parser = model.tool_format.parser(turn.tools, turn.tool_choice, new_call_id)
+        stream = TextStream(
+            self._detokenizers[model.name].fresh(), sampling.stop, sampling.stop_exempt, min_tokens=sampling.min_tokens
+        )
+        return ChoiceDecoder(
+            index,
+            stream,
+            parser,
+            withheld_ids=model.tokenizer.eos_token_ids.union(sampling.stop_token_ids),
+            named_tool=turn.tool_choice.mode == "named",
+        )
+
+    def tell(self, record: TurnRecord) -> None:
+        """A turn is over: observers hear of it. One that fails is logged; it is no reason to fail the turn."""
+        for observer in self._observers:
+            try:
+                observer.turn_finished(record)
+            except Exception:
+                log.exception("an observer failed on turn %s", record.request_id)
+
+
+def new_call_id() -> str:
+    """An id for a tool call, unique among all there ever were."""
+    return "call_" + secrets.token_hex(12)
+
+
+def _within_context(sampling: SamplingParams, prompt: Prompt, info: WorkerInfo) -> SamplingParams:
+    """max_tokens is an upper bound: where the context holds fewer, the answer ends there with `length`."""
+    room = info.max_model_len - prompt.num_tokens
+    if sampling.max_tokens is None or sampling.max_tokens <= room:
+        return sampling
+    return msgspec.structs.replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))

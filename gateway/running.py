@@ -1,0 +1,145 @@
+"""A turn in flight: its generations on workers, merged and decoded into one stream of events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from gateway.choices import ChoiceDecoder, ChoiceState, TurnEvent
+from gateway.turn import Generation, Receipt, TurnError
+from gateway.workers.protocol import Chunk, Done, Finished, Tokens
+
+_AHEAD = 16
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of a turn so far."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+class RunningTurn:
+    """Generations of one turn (one for each prompt) and the decoders of their choices, numbered prompt by prompt."""
+
+    def __init__(self, generations: Sequence[Generation], decoders: Sequence[ChoiceDecoder], usage: Usage) -> None:
+        """`decoders`: as many for each generation, in order. `usage`: with the prompts already counted."""
+        self._generations = tuple(generations)
+        self._decoders = tuple(decoders)
+        self._per_generation = len(decoders) // len(generations)
+        self._cached = [0] * len(generations)
+        self._completion = [0] * len(generations)
+        self._prompt_tokens = usage.prompt_tokens
+        self._closed = False
+
+    @property
+    def receipts(self) -> tuple[Receipt, ...]:
+        """Where the prompts went, in order."""
+        return tuple(generation.receipt for generation in self._generations)
+
+    @property
+    def workers(self) -> str:
+        """The workers' names, each once."""
+        return ",".join(dict.fromkeys(receipt.worker for receipt in self.receipts))
+
+    @property
+    def usage(self) -> Usage:
+        """As known now; exact once `events` has ended."""
+        return Usage(self._prompt_tokens, sum(self._cached), sum(self._completion))
+
+    @property
+    def choices(self) -> tuple[ChoiceState, ...]:
+        """What the choices have said so far."""
+        return tuple(decoder.state for decoder in self._decoders)
+
+    async def started(self) -> None:
+        """Waits until every prompt has left its worker's queue; then `usage.cached_tokens` is known. Raises TurnError."""
+
+        async def wait(position: int, generation: Generation) -> None:
+            self._cached[position] = (await generation.started()).cached_tokens
+
+        if len(self._generations) == 1:
+            await wait(0, self._generations[0])
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                for position, generation in enumerate(self._generations):
+                    group.create_task(wait(position, generation))
+        except* TurnError as errors:
+            raise errors.exceptions[0] from None
+
+    async def events(self) -> AsyncGenerator[TurnEvent, None]:
+        """Deltas and ends of the choices, as they come. Raises TurnError when a worker fails."""
+        async with aclosing(self._merged()) as merged:
+            async for position, chunk in merged:
+                match chunk:
+                    case Tokens():
+                        self._completion[position] += len(chunk.token_ids)
+                        yield self._decoder(position, chunk.index).feed(chunk)
+                    case Finished():
+                        if chunk.finish_reason == "abort":
+                            raise TurnError(
+                                503, "aborted", "The worker ended the generation before it was complete. Try again."
+                            )
+                        delta, end = self._decoder(position, chunk.index).finish(chunk)
+                        yield delta
+                        yield end
+                    case Done():
+                        self._cached[position] = chunk.cached_tokens
+                        self._completion[position] = chunk.completion_tokens
+        unfinished = [choice.index for choice in self.choices if choice.finish_reason is None]
+        if unfinished:
+            raise TurnError(502, "worker_error", "The worker's answer ended before the generation did. Try again.")
+
+    async def aclose(self) -> None:
+        """Ends the generations that still run, at once; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        await asyncio.gather(*(generation.aclose() for generation in self._generations))
+
+    def _decoder(self, position: int, index: int) -> ChoiceDecoder:
+        if not 0 <= index < self._per_generation:
+            raise TurnError(502, "worker_error", f"The worker answered with choice {index}, which nobody asked for.")
+        return self._decoders[position * self._per_generation + index]
+
+    async def _merged(self) -> AsyncGenerator[tuple[int, Chunk], None]:
+        if len(self._generations) == 1:
+            async for chunk in self._generations[0].chunks():
+                yield 0, chunk
+            return
+        # A bounded queue: a slow client slows its workers down instead of filling this process.
+        queue: asyncio.Queue[tuple[int, Chunk] | BaseException | None] = asyncio.Queue(_AHEAD)
+
+        async def pump(position: int, generation: Generation) -> None:
+            try:
+                async for chunk in generation.chunks():
+                    await queue.put((position, chunk))
+            except TurnError as error:
+                await queue.put(error)
+            else:
+                await queue.put(None)
+
+        pumps = [asyncio.create_task(pump(position, generation)) for position, generation in enumerate(self._generations)]
+        try:
+            left = len(pumps)
+            while left:
+                item = await queue.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if item is None:
+                    left -= 1
+                else:
+                    yield item
+        finally:
+            for task in pumps:
+                task.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
