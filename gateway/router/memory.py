@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Hashable
 
@@ -45,7 +46,7 @@ class RecentWork:
 
     def get(self, worker: str, now: float) -> float:
         value, at = self._work.get(worker, (0.0, now))
-        return value * 2.0 ** (-max(now - at, 0.0) / self._half_life)
+        return value * math.exp2(-max(now - at, 0.0) / self._half_life)
 
     def add(self, worker: str, tokens: float, now: float) -> None:
         self._work[worker] = (self.get(worker, now) + tokens, now)
