@@ -1,0 +1,72 @@
+"""A decoder: embedding, layers, final norm, head. What an architecture adds is in its own module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.kernels.interface import LayerAttention
+from engine.models.layers import DecoderLayer, Linear, RMSNorm, take_decoder_layer, take_norm
+from engine.models.rope import rope_table
+from engine.models.spec import ModelSpec
+from engine.models.weights import Weights
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class Decoder:
+    """A model ready to run. Not bound to a batch: two calls may come from two threads."""
+
+    def __init__(
+        self, spec: ModelSpec, embedding: torch.Tensor, layers: Sequence[DecoderLayer], norm: RMSNorm, head: Linear
+    ) -> None:
+        self.spec = spec
+        self.dtype: torch.dtype = embedding.dtype
+        self.device: torch.device = embedding.device
+        self._embedding = embedding
+        self._layers = tuple(layers)
+        self._norm = norm
+        self._head = head
+        self._cos, self._sin = rope_table(spec.rope, dtype=self.dtype, device=self.device)
+
+    @torch.inference_mode()
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: LayerAttention) -> torch.Tensor:
+        """token_ids, positions: int64 [T] -> hidden states after the final norm, [T, hidden size], in the model's dtype.
+
+        Every layer calls `attention(layer, q, k, v)` once, in order. Positions must lie below `spec.max_context` and ids below
+        the vocabulary's size (IndexError).
+        """
+        x = self._embedding[token_ids]
+        cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        for layer in self._layers:
+            x = layer(x, cos, sin, attention)
+        return self._norm(x)
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Rows of `forward`'s result, [R, hidden size] -> float32 [R, vocabulary]."""
+        return self._head(hidden).float()
+
+
+def take_decoder(weights: Weights, spec: ModelSpec) -> Decoder:
+    """Builds the decoder that `spec` describes. Raises CheckpointError when the weights do not fit it."""
+    embedding = weights.take(EMBEDDING, (spec.vocab_size, spec.hidden_size))
+    layers = [take_decoder_layer(weights, spec, index) for index in range(spec.num_layers)]
+    norm = take_norm(weights, "model.norm", spec.hidden_size, spec.rms_norm_eps)
+    return Decoder(spec, embedding, layers, norm, Linear(_head_weight(weights, spec, embedding)))
+
+
+def _head_weight(weights: Weights, spec: ModelSpec, embedding: torch.Tensor) -> torch.Tensor:
+    """The head's own matrix, or the embedding when they are tied.
+
+    A checkpoint that says tied and still brings a head of its own, with other values, is believed in what it brings, as
+    transformers does.
+    """
+    if spec.tie_word_embeddings:
+        if HEAD not in weights:
+            return embedding
+        if weights.same(HEAD, EMBEDDING):
+            weights.ignore(HEAD)
+            return embedding
+    return weights.take(HEAD, (spec.vocab_size, spec.hidden_size))
