@@ -1,4 +1,4 @@
-"""How large a grammar may be. Everything above a cap is refused before anything is compiled."""
+"""How large a grammar may be, and what compiling one may cost."""
 
 from __future__ import annotations
 
@@ -7,28 +7,33 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """Caps on what a caller may send and bounds on what compiling may cost.
+    """Caps on what a caller may send, and bounds on what compiling may cost.
 
-    XGrammar 0.2.9 cannot be interrupted while it compiles, and its time grows faster than linearly with nesting depth and
-    counted repetition; the defaults keep whatever passes in the range of milliseconds to a few hundred milliseconds.
+    XGrammar 0.2.9 cannot be interrupted while it compiles, and its time grows much faster than the schema with nesting
+    depth, counted repetition in patterns and optional properties. What is over a cap is refused before anything is
+    compiled; what is under the caps and estimated above `cheap_milliseconds` is tried in a process that can be killed.
     """
 
     max_tools: int = 512
-    max_tool_name_length: int = 64
+    max_tool_name_length: int = 128
+    max_schema_bytes: int = 1 << 20
     max_schema_depth: int = 64
-    max_schema_bytes: int = 1_048_576
     max_schema_nodes: int = 20_000
+    max_properties: int = 1_000
     max_enum_values: int = 10_000
-    max_repetition: int = 1_000
-    max_source_bytes: int = 8_388_608
+    max_pattern_length: int = 4_096
+    max_pattern_size: int = 1_000
+    """Steps of one pattern with its counted repetitions written out (see grammar.pattern)."""
+    max_count: int = 2_147_483_647
+    """minLength, minItems and the like; XGrammar's own bound."""
 
-    cheap_source_bytes: int = 262_144
-    """Sources up to this size (and below the other `cheap_` bounds) compile in process without a probe."""
-    cheap_repetition: int = 256
-    cheap_depth: int = 16
-    compile_deadline_seconds: float = 1.0
+    max_source_bytes: int = 8 << 20
+    cheap_milliseconds: float = 2_000.0
+    """Estimated compile time up to which a source is compiled in process, without a probe."""
+    probe_deadline_seconds: float = 10.0
+    probe_memory_bytes: int = 4 << 30
     cache_entries: int = 256
-    cache_bytes: int = 512 * 1_048_576
+    cache_bytes: int = 512 << 20
 
 
 DEFAULT_LIMITS = GrammarLimits()

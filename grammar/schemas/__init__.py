@@ -1,0 +1,1 @@
+"""The parts of `grammar.schema`: references, merging, keywords, the walk, and what the result would cost to compile."""

@@ -1,0 +1,211 @@
+"""The walk that prepares a schema: combinators and references here, the other keywords in `keywords`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from grammar.schemas import keywords
+from grammar.schemas.context import Context, Path, kind_of
+from grammar.schemas.finite import can_end
+from grammar.schemas.merge import Schema, merge
+from grammar.schemas.references import References, constraints_beside
+
+_COMBINATORS = ("anyOf", "oneOf")
+
+
+def prepare(root: Schema, context: Context, *, as_object: bool) -> Schema:
+    """The prepared form of a whole schema. `as_object`: only objects are wanted, whatever the root says."""
+    measure(root, context)
+    return _Walk(root, context).run(as_object)
+
+
+def measure(root: Schema, context: Context) -> None:
+    """Refuses what is too deep or too large to be walked. Takes no recursion, so depth cannot hurt it."""
+    most = context.limits.max_schema_depth
+    level: list[tuple[Path, Any]] = [((), root)]
+    for _ in range(3 * most + 8):
+        children: list[tuple[Path, Any]] = []
+        for path, value in level:
+            pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+            children.extend(((*path[:6], key), child) for key, child in pairs if isinstance(child, dict | list))
+        level = children
+        if not level:
+            break
+    else:
+        context.refuse(f"nests too deeply; at most {most} levels of schemas are allowed", level[0][0])
+    try:
+        size = len(msgspec.json.encode(root))
+    except (UnicodeEncodeError, TypeError, ValueError) as error:
+        context.refuse(f"is not valid JSON ({error})", ())
+    if size > context.limits.max_schema_bytes:
+        context.refuse(f"takes {size} bytes; at most {context.limits.max_schema_bytes} are allowed", ())
+
+
+class _Walk:
+    def __init__(self, root: Schema, context: Context) -> None:
+        self._root = root
+        self._context = context
+        self._references = References(root, context)
+
+    def run(self, as_object: bool) -> Schema:
+        root = self._root
+        if as_object and isinstance(root, dict):
+            root = self._as_object(root)
+        prepared = self._visit(root, (), 0, frozenset())
+        definitions: dict[str, Schema] = {}
+        while pending := self._references.take_pending():
+            for name, target, where in pending:
+                definitions[name] = self._visit(target, where, 0, frozenset())
+        if isinstance(prepared, bool):
+            return prepared
+        if definitions:
+            prepared = {**prepared, "$defs": definitions}
+        if not can_end(prepared):
+            self._context.refuse("requires itself without end, so no finite value fits", ())
+        return prepared
+
+    def _as_object(self, root: dict[str, Any]) -> Schema:
+        types = keywords.types_of(root, self._context, ()) if "type" in root else ["object"]
+        if "object" not in types:
+            self._context.refuse(f"describes {' or '.join(types)}, but the arguments of a tool are an object", ("type",))
+        return {**root, "type": "object"}
+
+    def _visit(self, schema: Any, path: Path, depth: int, inlined: frozenset[Path]) -> Schema:
+        """`inlined`: where the targets lie whose references were merged into this place, so that recursion ends."""
+        if depth > self._context.limits.max_schema_depth:
+            most = self._context.limits.max_schema_depth
+            self._context.refuse(f"nests too deeply; at most {most} levels of schemas are allowed", path)
+        self._context.count_node(path)
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, dict):
+            self._context.refuse(f"has {kind_of(schema)} where a schema (an object or a boolean) belongs", path)
+        combined, inlined = self._combined(schema, path, inlined)
+        if isinstance(combined, bool):
+            return combined
+
+        def visit(child: Any, where: Path) -> Schema:
+            return self._visit(child, where, depth + 1, inlined)
+
+        if "$ref" in combined:
+            target, where = self._references.resolve(combined["$ref"], path)
+            return target if isinstance(target, bool) else {"$ref": self._references.named(target, where)}
+        for key in _COMBINATORS:
+            if key in combined:
+                branches = [visit(branch, (*path, key, i)) for i, branch in enumerate(combined[key])]
+                return _alternatives(key, branches)
+        return self._plain(combined, path, visit)
+
+    def _plain(self, schema: dict[str, Any], path: Path, visit: keywords.Visit) -> Schema:
+        types = keywords.types_of(schema, self._context, path)
+        fixed = keywords.values(schema, types, self._context, path)
+        if fixed is not None:
+            return fixed
+        out: dict[str, Any] = {}
+        if types:
+            out["type"] = types[0] if len(types) == 1 else types
+        if "string" in types:
+            out.update(keywords.string(schema, self._context, path))
+        if "integer" in types or "number" in types:
+            out.update(keywords.number(schema, types, self._context, path))
+        if "array" in types:
+            out.update(keywords.array(schema, visit, self._context, path))
+        if "object" in types:
+            described = keywords.object_(schema, visit, self._context, path)
+            if not isinstance(described, bool):
+                out.update(described)
+            elif len(types) == 1:
+                return False
+            else:
+                out["type"] = [name for name in types if name != "object"]
+        return out
+
+    def _combined(self, schema: dict[str, Any], path: Path, inlined: frozenset[Path]) -> tuple[Schema, frozenset[Path]]:
+        """The schema with allOf, and whatever stands beside $ref, anyOf or oneOf, merged into one place."""
+        current: Schema = _without_nullable(schema)
+        rounds = 0
+        while True:
+            rounds += 1
+            if rounds > self._context.limits.max_schema_depth:
+                self._context.refuse("combines schemas too often to be followed", path)
+            if isinstance(current, bool):
+                return current, inlined
+            if "$ref" in current:
+                beside = constraints_beside(current, "$ref")
+                if not beside:
+                    return current, inlined
+                target, where = self._references.resolve(current["$ref"], path)
+                if where in inlined:
+                    return {"$ref": current["$ref"]}, inlined
+                inlined = inlined | {where}
+                current = merge(target, beside)
+            elif "allOf" in current:
+                branches = self._branches(current, "allOf", path)
+                current = {key: value for key, value in current.items() if key != "allOf"}
+                for i, branch in enumerate(branches):
+                    resolved, inlined = self._inlined(branch, (*path, "allOf", i), inlined)
+                    current = merge(current, resolved)
+            else:
+                return self._distributed(current, path, inlined)
+
+    def _inlined(self, branch: Any, path: Path, inlined: frozenset[Path]) -> tuple[Schema, frozenset[Path]]:
+        """A branch without a $ref or allOf of its own, to be merged with its siblings."""
+        if isinstance(branch, dict) and "$ref" in branch:
+            target, where = self._references.resolve(branch["$ref"], path)
+            if where in inlined:
+                return True, inlined  # it is being merged right here: it adds nothing
+            inlined = inlined | {where}
+            branch = merge(target, constraints_beside(branch, "$ref"))
+        if isinstance(branch, dict) and ("allOf" in branch or "$ref" in branch):
+            return self._combined(branch, path, inlined)
+        if not isinstance(branch, dict | bool):
+            self._context.refuse(f"has {kind_of(branch)} where a schema (an object or a boolean) belongs", path)
+        return branch, inlined
+
+    def _distributed(self, schema: dict[str, Any], path: Path, inlined: frozenset[Path]) -> tuple[Schema, frozenset[Path]]:
+        for key in _COMBINATORS:
+            if key not in schema:
+                continue
+            branches = self._branches(schema, key, path)
+            beside = constraints_beside(schema, key)
+            if not beside:
+                return {key: branches}, inlined
+            merged: list[Schema] = []
+            for i, branch in enumerate(branches):
+                self._context.count_node((*path, key, i))
+                resolved, inlined = self._inlined(branch, (*path, key, i), inlined)
+                merged.append(merge(beside, resolved))
+            return {key: merged}, inlined
+        return schema, inlined
+
+    def _branches(self, schema: dict[str, Any], key: str, path: Path) -> list[Any]:
+        branches = schema[key]
+        if not isinstance(branches, list) or not branches:
+            what = "an empty list" if branches == [] else kind_of(branches)
+            self._context.refuse(f"has {what} in {key} instead of a list of schemas", (*path, key))
+        return branches
+
+
+def _alternatives(key: str, branches: list[Schema]) -> Schema:
+    possible = [branch for branch in branches if branch is not False]
+    if not possible:
+        return False
+    return possible[0] if len(possible) == 1 else {key: possible}
+
+
+def _without_nullable(schema: dict[str, Any]) -> dict[str, Any]:
+    """OpenAPI 3.0's `nullable` as JSON Schema says it."""
+    if "nullable" not in schema:
+        return schema
+    rest = {key: value for key, value in schema.items() if key != "nullable"}
+    if schema["nullable"] is not True:
+        return rest
+    if "type" not in rest or any(key in rest for key in ("$ref", "anyOf", "oneOf", "allOf", "const")):
+        return {"anyOf": [rest, {"type": "null"}]} if len(rest) > 0 else {}
+    types = rest["type"] if isinstance(rest["type"], list) else [rest["type"]]
+    rest["type"] = types if "null" in types else [*types, "null"]
+    if isinstance(rest.get("enum"), list) and rest["enum"] and None not in rest["enum"]:
+        rest["enum"] = [*rest["enum"], None]
+    return rest
