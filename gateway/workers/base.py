@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Protocol
 
 from gateway.workers.protocol import Chunk, ErrorDetail, GenerateRequest, WorkerInfo, WorkerStats
@@ -65,7 +65,7 @@ class Worker(Protocol):
 
     async def abort(self, request_id: str) -> bool: ...
 
-    def kv_events(self, instance: str | None, after: int) -> AsyncIterator[KVMessage]:
+    def kv_events(self, instance: str | None, after: int) -> AsyncGenerator[KVMessage, None]:
         """What happened after batch `after` of life `instance`, then what happens."""
 
     async def aclose(self) -> None: ...

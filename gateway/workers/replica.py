@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
@@ -99,7 +99,7 @@ class ReplicaClient:
         finally:
             response.release()
 
-    async def kv_events(self, instance: str | None, after: int) -> AsyncIterator[KVMessage]:
+    async def kv_events(self, instance: str | None, after: int) -> AsyncGenerator[KVMessage, None]:
         query = {} if instance is None else {"instance": instance, "after": str(after)}
         try:
             async with asyncio.timeout(self._reply_timeout):
