@@ -25,7 +25,8 @@ class Context:
         pointer = json_pointer(path)
         whose = "the response format" if self.tool is None else f"tool {self.tool!r}"
         where = f" at {pointer!r}" if pointer else ""
-        raise GrammarRefused(f"The schema of {whose}{where} {what}.", tool=self.tool, pointer=pointer)
+        stop = "" if what.endswith("?") else "."
+        raise GrammarRefused(f"The schema of {whose}{where} {what}{stop}", tool=self.tool, pointer=pointer)
 
     def count_node(self, path: Path) -> None:
         """One more schema in the result; merging can make it larger than what was sent."""

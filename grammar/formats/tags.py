@@ -1,0 +1,109 @@
+"""Building blocks of structural tags (XGrammar 0.2.9), as plain JSON values: nothing here imports xgrammar."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from grammar.limits import GrammarLimits
+from grammar.schema import prepare_parameters, prepare_schema
+from grammar.tools import GrammarRefused, ResponseFormat, Tool, ToolChoice
+
+Tag = dict[str, Any]
+
+_NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.:/")
+
+
+def structural_tag(content: Tag) -> str:
+    """The JSON text that crosses the worker protocol. Equal contents give equal texts, which is what caches compare."""
+    return json.dumps({"type": "structural_tag", "format": content}, ensure_ascii=False, separators=(",", ":"))
+
+
+def text(value: str) -> Tag:
+    """Exactly this text."""
+    return {"type": "const_string", "value": value}
+
+
+def sequence(*elements: Tag) -> Tag:
+    """One after the other."""
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def one_of(elements: Sequence[Tag]) -> Tag:
+    """Any one of them."""
+    return elements[0] if len(elements) == 1 else {"type": "or", "elements": list(elements)}
+
+
+def any_number_of(element: Tag) -> Tag:
+    """None, one or more."""
+    return {"type": "star", "content": element}
+
+
+def text_without(*excluded: str) -> Tag:
+    """Any text in which none of these occur."""
+    return {"type": "any_text", "excludes": list(excluded)}
+
+
+def text_until(trigger: str, then: Tag) -> Tag:
+    """Any text; once the trigger is written, `then` must follow and ends it."""
+    return {"type": "dispatch", "rules": [[trigger, then]], "loop": False, "excludes": []}
+
+
+def arguments_of(tool: Tool, limits: GrammarLimits) -> Tag:
+    """A JSON object valid for a tool's parameters. The schema's title names the tool, for errors found while compiling."""
+    schema = prepare_parameters(tool.name, tool.parameters, limits)
+    return {"type": "json_schema", "json_schema": {"title": tool.name, **schema}}
+
+
+def answer_in(response_format: ResponseFormat, limits: GrammarLimits) -> Tag | None:
+    """The JSON an answer must be, or None for free text."""
+    if response_format.kind == "text":
+        return None
+    if response_format.kind == "json_object":
+        return {"type": "json_schema", "json_schema": {"type": "object", "additionalProperties": True}}
+    schema = response_format.schema
+    if schema is None:
+        raise GrammarRefused("A response format of kind json_schema needs a schema.", pointer="")
+    return {"type": "json_schema", "json_schema": prepare_schema(schema, limits)}
+
+
+def check_tools(tools: Sequence[Tool], limits: GrammarLimits) -> None:
+    """Refuses too many tools, repeated names and names that are no identifiers."""
+    if len(tools) > limits.max_tools:
+        raise GrammarRefused(f"There are {len(tools)} tools; at most {limits.max_tools} are allowed.")
+    seen: set[str] = set()
+    for tool in tools:
+        name = tool.name
+        if not name:
+            raise GrammarRefused("A tool has an empty name; give every tool a name of its own.", tool=name, pointer="")
+        if len(name) > limits.max_tool_name_length:
+            most = limits.max_tool_name_length
+            shown = name[:32] + "..."
+            message = f"The name of tool {shown!r} has {len(name)} characters; at most {most} are allowed."
+            raise GrammarRefused(message, tool=name, pointer="")
+        if not _NAME_CHARACTERS.issuperset(name):
+            message = f"The name of tool {name!r} may only hold the letters a-z and A-Z, digits, and _ - . : /."
+            raise GrammarRefused(message, tool=name, pointer="")
+        if name in seen:
+            raise GrammarRefused(f"Two tools are named {name!r}; give every tool a name of its own.", tool=name, pointer="")
+        seen.add(name)
+
+
+def callable_tools(tools: Sequence[Tool], choice: ToolChoice) -> tuple[Tool, ...]:
+    """The tools a choice lets the model call. Raises GrammarRefused for a choice that cannot be met."""
+    if choice.mode == "none":
+        return ()
+    known = {tool.name for tool in tools}
+    if choice.mode == "named":
+        if choice.name not in known:
+            raise GrammarRefused(f"The tool choice names {choice.name!r}, which is not among the tools.", tool=choice.name)
+        return tuple(tool for tool in tools if tool.name == choice.name)
+    if choice.allowed is not None:
+        for name in choice.allowed:
+            if name not in known:
+                raise GrammarRefused(f"The tool choice allows {name!r}, which is not among the tools.", tool=name)
+        tools = [tool for tool in tools if tool.name in choice.allowed]
+    if choice.mode == "required" and not tools:
+        raise GrammarRefused("The tool choice requires a call, but there is no tool to call; send tools or choose 'auto'.")
+    return tuple(tools)
