@@ -5,13 +5,28 @@ Implements `gateway.turn.Dispatcher`. Workers are added and removed while it run
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gateway.router.config import RouterConfig
+from gateway.router.router import Router
 from gateway.telemetry.telemetry import Telemetry
-from gateway.turn import Generation, Prompt, SessionRef
-from gateway.workers.protocol import SamplingParams, WorkerInfo
+from gateway.turn import Prompt, SessionRef
+from gateway.workers.base import WorkerError
+from gateway.workers.generation import Hooks, Placement, PooledGeneration
+from gateway.workers.member import Member, ProbeConfig
+from gateway.workers.pool import MakeClient, WorkerPool
+from gateway.workers.protocol import GenerateRequest, SamplingParams, WorkerInfo
+from gateway.workers.replica import ReplicaClient
+from gateway.workers.views import WorkerView
+from prefix_cache.index import ResidencyIndex
+
+log = logging.getLogger(__name__)
+
+_MAX_LATE_ABORTS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,60 +34,81 @@ class PoolConfig:
     """Settings of the worker pool; times are seconds.
 
     `models`: what the pool may serve, the default first; a worker with another model is kept apart. Empty: the model of
-    the first worker. `aliases`: further names for them. `max_attempts`: workers tried for one turn.
+    the first worker. `aliases`: further name -> model. `max_attempts`: workers tried for one turn. `accept_timeout`: for a
+    worker to accept a request, which may include compiling a grammar. `probe_timeout`: for every other answer of a worker.
     """
 
     models: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     max_attempts: int = 3
     retry_after: float = 2.0
-    connect_timeout: float = 5.0
+    connect_timeout: float = 3.0
+    accept_timeout: float = 120.0
     poll_interval: float = 1.0
     probe_timeout: float = 5.0
     unresponsive_after: float = 30.0
     router: RouterConfig = field(default_factory=RouterConfig)
 
-
-@dataclass(frozen=True, slots=True)
-class WorkerView:
-    """One worker as the pool sees it; `state` is starting, ready, down, mismatched."""
-
-    name: str
-    url: str
-    state: str
-    detail: str
-    info: WorkerInfo | None
-    in_flight: int
-    queued_tokens: int
-    indexed_blocks: int
-    events_lag: float | None
+    def __post_init__(self) -> None:
+        if self.max_attempts < 1:
+            raise ValueError(f"pool.max_attempts must be at least 1, not {self.max_attempts}")
+        for name in ("connect_timeout", "accept_timeout", "poll_interval", "probe_timeout", "unresponsive_after"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"pool.{name} must be positive, not {getattr(self, name)}")
 
 
 class PoolDispatcher:
-    """A `gateway.turn.Dispatcher` over a changing set of workers. Use on one event loop; `async with` starts and stops it."""
+    """A `gateway.turn.Dispatcher` over a changing set of workers. Use on one event loop; `async with` ends it properly."""
 
-    def __init__(self, config: PoolConfig, telemetry: Telemetry | None = None) -> None: ...
+    def __init__(
+        self,
+        config: PoolConfig,
+        telemetry: Telemetry | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        make_client: MakeClient | None = None,
+    ) -> None:
+        self._config = config
+        self._telemetry = telemetry
+        self.index = ResidencyIndex(config.router.max_indexed_blocks, config.router.max_predicted_blocks)
+        self.router = Router(config.router, self.index, clock)
+        self.pool = WorkerPool(
+            make_client if make_client is not None else self._replica_client,
+            self.index,
+            ProbeConfig(config.poll_interval, config.unresponsive_after),
+            clock,
+            models=config.models,
+            aliases=config.aliases,
+            retry_after=config.retry_after,
+        )
+        self._aborts: set[asyncio.Task[None]] = set()
+        if telemetry is not None:
+            telemetry.watch_pool(self.workers)
 
     async def __aenter__(self) -> PoolDispatcher:
-        raise NotImplementedError
+        return self
 
     async def __aexit__(self, *exc: object) -> None:
-        raise NotImplementedError
+        await self.pool.close()
+        if self._aborts:
+            await asyncio.gather(*self._aborts, return_exceptions=True)
 
     def add_worker(self, name: str, url: str) -> None:
         """Starts looking after a worker at `http://host:port` or `unix:PATH`. An earlier one of that name is replaced."""
-        raise NotImplementedError
+        self.pool.add(name, url)
 
     def remove_worker(self, name: str) -> None:
-        """Forgets a worker; its turns in flight fail over or end with an error. Unknown names are ignored."""
-        raise NotImplementedError
+        """Forgets a worker; its turns in flight go elsewhere or end with an error. Unknown names are ignored."""
+        if self.pool.remove(name):
+            self.router.forget(name)
 
     def workers(self) -> Sequence[WorkerView]:
-        raise NotImplementedError
+        """Every worker, with its state and load."""
+        return self.pool.views()
 
     async def wait_ready(self, count: int, timeout: float | None = None) -> None:
         """Waits until `count` workers are ready. Raises TimeoutError."""
-        raise NotImplementedError
+        await self.pool.wait_ready(count, timeout)
 
     async def dispatch(
         self,
@@ -84,11 +120,70 @@ class PoolDispatcher:
         sampling: SamplingParams,
         priority: int,
         trace_headers: Mapping[str, str],
-    ) -> Generation:
-        raise NotImplementedError
+    ) -> PooledGeneration:
+        def place(excluded: set[str]) -> Placement:
+            return self._place(model, session, prompt, excluded)
+
+        generation = PooledGeneration(
+            GenerateRequest(
+                request_id=request_id,
+                packed_token_ids=prompt.packed_token_ids,
+                sampling=sampling,
+                grammar=prompt.grammar,
+                priority=priority,
+                session=session.key,
+                cache_salt=prompt.cache_salt,
+            ),
+            prompt.num_tokens,
+            trace_headers,
+            self._config.max_attempts,
+            Hooks(place, self._retried, self._abort_later, self.router.generated),
+        )
+        await generation.begin()
+        return generation
 
     def pool_info(self, model: str) -> WorkerInfo:
-        raise NotImplementedError
+        return self.pool.info(model)
 
     def models(self) -> tuple[str, ...]:
-        raise NotImplementedError
+        return self.pool.models()
+
+    def _place(self, model: str, session: SessionRef, prompt: Prompt, excluded: set[str]) -> Placement:
+        members = {member.name: member for member in self.pool.candidates(model, excluded)}
+        if not members:
+            raise self.pool.none_up(model)
+        info = next(iter(members.values())).info
+        route = self.router.route(
+            digests=prompt.digests,
+            prompt_tokens=prompt.num_tokens,
+            block_size=info.block_size if info is not None else 1,
+            session=session,
+            loads=[member.load for member in members.values()],
+        )
+        member = members[route.receipt.worker]
+        return Placement(member, route, member.books.open(prompt.num_tokens, route.receipt.matched_tokens))
+
+    def _retried(self, worker: str) -> None:
+        if self._telemetry is not None:
+            self._telemetry.worker_failed(worker)
+
+    def _abort_later(self, member: Member, request_id: str) -> None:
+        if len(self._aborts) < _MAX_LATE_ABORTS:
+            task = asyncio.create_task(_abort(member, request_id))
+            self._aborts.add(task)
+            task.add_done_callback(self._aborts.discard)
+
+    def _replica_client(self, url: str) -> ReplicaClient:
+        return ReplicaClient(
+            url,
+            connect_timeout=self._config.connect_timeout,
+            reply_timeout=self._config.probe_timeout,
+            accept_timeout=self._config.accept_timeout,
+        )
+
+
+async def _abort(member: Member, request_id: str) -> None:
+    try:
+        await member.client.abort(request_id)
+    except WorkerError as error:
+        log.debug("aborting %s on %s: %s", request_id, member.name, error)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol
 
 from gateway.telemetry.config import TelemetryConfig
 from gateway.turn import Receipt, Turn
+from gateway.workers.views import WorkerView
 
 Operation = Literal["chat", "text_completion"]
 
@@ -50,6 +51,12 @@ class Telemetry:
 
     def render_metrics(self) -> bytes:
         raise NotImplementedError
+
+    def watch_pool(self, workers: Callable[[], Sequence[WorkerView]]) -> None:
+        """Where the metrics find the workers."""
+
+    def worker_failed(self, worker: str) -> None:
+        """A worker failed a request before its first chunk."""
 
     async def aclose(self) -> None:
         """Sends what is queued, for a few seconds at most."""

@@ -37,14 +37,18 @@ class WorkerRefusedError(WorkerError):
 
 
 class ChunkStream(Protocol):
-    """The answer to one request. Raises WorkerUnavailableError when it breaks off before Done or Failed."""
+    """The answer to one request. Ends after Done or Failed; raises WorkerUnavailableError when it breaks off before."""
 
     def __aiter__(self) -> AsyncIterator[Chunk]: ...
 
-    async def __anext__(self) -> Chunk: ...
+    async def __anext__(self) -> Chunk:
+        """May be cancelled and called again; no chunk is lost."""
 
     def close(self) -> None:
-        """Drops the connection at once, which aborts the request; safe to call at any time, also from another task."""
+        """Drops the connection at once, which aborts the request. Safe at any time, also while another task reads."""
+
+    async def finish(self) -> None:
+        """After Done or Failed: gives the connection back for other requests. Drops it when it is not fit for that."""
 
 
 class Worker(Protocol):

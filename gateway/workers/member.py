@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Protocol
 
 from gateway.router.costs import WorkerLoad
-from gateway.workers.base import Worker, WorkerError, WorkerUnavailableError
+from gateway.workers.base import ChunkStream, Worker, WorkerError, WorkerUnavailableError
 from gateway.workers.books import InFlight
 from gateway.workers.breaker import Breaker
 from gateway.workers.kv_subscriber import KVEventSubscriber
@@ -73,6 +73,7 @@ class Member:
         self.stats: WorkerStats | None = None
         self.last_heard = clock()
         self.missed = 0
+        self.streams: set[ChunkStream] = set()
         self._index = index
         self._watcher = watcher
         self._config = config
@@ -96,6 +97,7 @@ class Member:
         if self._subscriber is not None:
             self._subscriber.stop()
         self._index.remove_worker(self.name)
+        self._drop_streams()
         if self._task is not None:
             self._task.cancel()
 
@@ -223,10 +225,16 @@ class Member:
             self._down(str(error))
         elif silent > self._config.unresponsive_after:
             self._down(f"it has not been heard of for {silent:.0f} s: {error}")
+            # A dead process closes its connections; a frozen one would keep its clients waiting for ever.
+            self._drop_streams()
 
     def _down(self, reason: str) -> None:
         self._foreign_tokens = self._foreign_requests = 0
         self._set(State.DOWN if self.state in (State.READY, State.DOWN) else self.state, reason)
+
+    def _drop_streams(self) -> None:
+        for stream in tuple(self.streams):
+            stream.close()
 
     def _set(self, state: State, detail: str) -> None:
         changed = state is not self.state

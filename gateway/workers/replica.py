@@ -32,7 +32,7 @@ _CHUNKS: msgspec.json.Decoder[Chunk] = msgspec.json.Decoder(Chunk)
 _KV_MESSAGES: msgspec.json.Decoder[KVMessage] = msgspec.json.Decoder(KVMessage)
 _ERRORS = msgspec.json.Decoder(ErrorReply)
 _MAX_REPLY_BYTES = 2**20
-_END_OF_BODY_SECONDS = 1.0
+_END_OF_BODY_SECONDS = 0.5
 # Our own mistake or a worker that is none of ours: another worker may do better, and the client is not to blame.
 _NOT_THE_CLIENTS_FAULT = frozenset({401, 403, 404, 405, 407, 408, 409, 415, 421, 425, 426, 431})
 _BUSY = frozenset({429, 503})
@@ -198,25 +198,25 @@ class ReplicaStream:
 
     async def __anext__(self) -> Chunk:
         if self._ended:
-            try:
-                async with asyncio.timeout(_END_OF_BODY_SECONDS):
-                    whole = await self._lines.finish()
-            except TimeoutError:
-                whole = False
-            if whole:
-                self._lines.release()
-            else:
-                self._lines.close()
             raise StopAsyncIteration
         try:
             chunk = await self._lines.__anext__()
         except StopAsyncIteration:
+            self._lines.close()
             raise WorkerUnavailableError(f"the stream of worker {self._url} ended in the middle", reached=True) from None
         self._ended = isinstance(chunk, Done | Failed)
         return chunk
 
     def close(self) -> None:
-        if self._ended:
+        self._lines.close()
+
+    async def finish(self) -> None:
+        try:
+            async with asyncio.timeout(_END_OF_BODY_SECONDS):
+                whole = self._ended and await self._lines.finish()
+        except TimeoutError:
+            whole = False
+        if whole:
             self._lines.release()
         else:
             self._lines.close()

@@ -1,0 +1,174 @@
+"""The workers of a gateway: which there are, which belong together, and which may take a turn now."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from gateway.turn import TurnError
+from gateway.workers.base import Worker
+from gateway.workers.member import Member, ProbeConfig, State
+from gateway.workers.protocol import WorkerInfo
+from gateway.workers.views import WorkerView
+from prefix_cache.index import ResidencyIndex
+
+log = logging.getLogger(__name__)
+
+MakeClient = Callable[[str], Worker]
+
+
+class WorkerPool:
+    """Workers by name. Those of one model must agree in everything that makes their KV and tokens interchangeable.
+
+    `models`: what may be served, the default first; empty: whatever the first worker brings. `aliases`: further names.
+    """
+
+    def __init__(
+        self,
+        make_client: MakeClient,
+        index: ResidencyIndex,
+        probes: ProbeConfig,
+        clock: Callable[[], float],
+        *,
+        models: tuple[str, ...] = (),
+        aliases: Mapping[str, str] | None = None,
+        retry_after: float = 2.0,
+    ) -> None:
+        self._make_client = make_client
+        self._index = index
+        self._probes = probes
+        self._clock = clock
+        self._given = models
+        self._models = models
+        self._aliases = dict(aliases or {})
+        self._retry_after = retry_after
+        self._members: dict[str, Member] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+
+    def add(self, name: str, url: str) -> None:
+        """Starts looking after a worker. One of the same name at another address is replaced; at the same, kept."""
+        known = self._members.get(name)
+        if known is not None and known.client.url == url:
+            return
+        self.remove(name)
+        member = Member(name, self._make_client(url), self._index, self, self._probes, self._clock)
+        self._members[name] = member
+        member.start()
+
+    def remove(self, name: str) -> bool:
+        """Forgets a worker; what runs there breaks off. False when there is none of that name."""
+        member = self._members.pop(name, None)
+        if member is None:
+            return False
+        member.stop()
+        task = asyncio.create_task(member.wait_stopped())
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+        self.changed(member)
+        return True
+
+    async def close(self) -> None:
+        """Forgets all workers and waits for their tasks."""
+        for name in tuple(self._members):
+            self.remove(name)
+        if self._leaving:
+            await asyncio.gather(*self._leaving, return_exceptions=True)
+
+    def candidates(self, model: str, excluded: frozenset[str] | set[str]) -> list[Member]:
+        """Ready workers of a model. Ones that miss their probes are only given when there are no others."""
+        name = self._resolve(model)
+        able = [
+            member
+            for member in self._members.values()
+            if member.name not in excluded and member.info is not None and member.info.model == name and member.available
+        ]
+        return [member for member in able if not member.missed] or able
+
+    def info(self, model: str) -> WorkerInfo:
+        """What the ready workers of a model have in common. Raises TurnError 404, 503."""
+        name = self._resolve(model)
+        infos = [
+            m.info for m in self._members.values() if m.state is State.READY and m.info is not None and m.info.model == name
+        ]
+        if not infos:
+            raise self.none_up(model)
+        shortest = min(info.max_model_len for info in infos)
+        first = infos[0]
+        return first if first.max_model_len == shortest else msgspec.structs.replace(first, max_model_len=shortest)
+
+    def models(self) -> tuple[str, ...]:
+        """Names a turn may ask for, the default first."""
+        return tuple(dict.fromkeys((*self._models, *self._aliases)))
+
+    def none_up(self, model: str) -> TurnError:
+        """The answer while no worker of a model can be used; says how the workers are."""
+        states = "; ".join(
+            f"{m.name} is {m.state.value}" + (f" ({m.detail})" if m.detail else "") for m in self._members.values()
+        )
+        return TurnError(
+            503,
+            "no_worker",
+            f"No worker for model '{model}' can take a request now: {states or 'none has been added'}. Try again shortly.",
+            retry_after=self._retry_after,
+        )
+
+    def views(self) -> Sequence[WorkerView]:
+        """All workers, in the order in which they were added."""
+        return [
+            WorkerView(
+                name=member.name,
+                url=member.client.url,
+                state=member.state.value,
+                detail=member.detail,
+                info=member.info,
+                in_flight=member.books.requests,
+                queued_tokens=member.books.queued_tokens,
+                indexed_blocks=self._index.blocks(member.name),
+                events_lag=member.events_lag,
+            )
+            for member in self._members.values()
+        ]
+
+    async def wait_ready(self, count: int, timeout: float | None = None) -> None:
+        """Waits until `count` workers are ready. Raises TimeoutError."""
+        async with asyncio.timeout(timeout):
+            while sum(member.state is State.READY for member in self._members.values()) < count:
+                self._changed.clear()
+                await self._changed.wait()
+
+    # A member's watcher
+
+    def admits(self, member: Member, info: WorkerInfo) -> str | None:
+        peers = [m.info for m in self._members.values() if m is not member and m.state is State.READY and m.info is not None]
+        allowed = self._given or tuple(dict.fromkeys(peer.model for peer in peers))
+        if allowed and info.model not in allowed:
+            return f"it serves model '{info.model}', this gateway serves {', '.join(allowed)}"
+        for peer in peers:
+            if peer.model != info.model:
+                continue
+            for field in ("namespace", "block_size", "vocab_size"):
+                theirs, ours = getattr(info, field), getattr(peer, field)
+                if theirs != ours:
+                    return (
+                        f"its {field} is {theirs}, that of the other workers of '{info.model}' is {ours}: "
+                        "their KV or tokens are not interchangeable"
+                    )
+        if not self._given:
+            self._models = allowed or (info.model,)
+        return None
+
+    def changed(self, member: Member) -> None:
+        self._changed.set()
+
+    def _resolve(self, model: str) -> str:
+        name = self._aliases.get(model, model)
+        if name in self._models:
+            return name
+        if not self._models:
+            raise self.none_up(model)
+        known = ", ".join(f"'{known}'" for known in self.models())
+        raise TurnError(404, "model_not_found", f"There is no model '{model[:128]}' here. Models are: {known}.", param="model")

@@ -1,0 +1,25 @@
+"""What the pool tells others about its workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gateway.workers.protocol import WorkerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """One worker as the pool sees it; `state` is starting, ready, down or mismatched, `detail` a sentence why.
+
+    `queued_tokens`: of prompts sent there and not yet computed. `events_lag`: seconds since its KV events were last heard of.
+    """
+
+    name: str
+    url: str
+    state: str
+    detail: str
+    info: WorkerInfo | None
+    in_flight: int
+    queued_tokens: int
+    indexed_blocks: int
+    events_lag: float | None
