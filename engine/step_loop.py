@@ -39,8 +39,8 @@ class StepListener(Protocol):
     def on_added(self, stream: RequestStream, refusal: RequestRefused | None) -> None:
         """The core has queued a request, or refused it."""
 
-    def on_step(self, produced: list[tuple[RequestStream, Chunk]], seconds: float, at: float) -> None:
-        """A step took `seconds` and ended at `at` on the monotonic clock."""
+    def on_step(self, produced: list[tuple[RequestStream, Chunk]], at: float) -> None:
+        """What a step produced that ended at `at` on the monotonic clock."""
 
     def on_events(self, events: list[KVEvent]) -> None:
         """KV events since the last report."""
@@ -48,8 +48,8 @@ class StepListener(Protocol):
     def on_snapshot(self, tiers: dict[str, bytes]) -> None:
         """All that can be found now, as `EngineCore.snapshot`; the events up to here were reported before."""
 
-    def on_stats(self, stats: WorkerStats) -> None:
-        """Load and totals now."""
+    def on_stats(self, stats: WorkerStats, step_seconds: float | None) -> None:
+        """Load and totals now; how long the step took that has ended since the last report, if one has."""
 
     def on_lost(self, streams: list[RequestStream]) -> None:
         """The step that held these requests raised. They are dropped, the engine goes on."""
@@ -95,6 +95,8 @@ class StepLoop:
         self._active: dict[str, RequestStream] = {}
         self._failures: deque[float] = deque(maxlen=failures.max_step_failures + 1)
         self._step_began: float | None = None
+        self._step_seconds = 0.0  # of the step under way, which may be several calls when it is interrupted
+        self._steps_total = 0
 
     def start(self) -> None:
         """Starts the thread."""
@@ -196,13 +198,14 @@ class StepLoop:
         finally:
             self._step_began = None
         at = time.monotonic()
+        self._step_seconds += at - began
         addressed = []
         for request_id, chunk in produced:
             ends = isinstance(chunk, Done | Failed)
             stream = self._active.pop(request_id, None) if ends else self._active.get(request_id)
             if stream is not None:
                 addressed.append((stream, chunk))
-        self.tell(functools.partial(self._listener.on_step, addressed, at - began, at))
+        self.tell(functools.partial(self._listener.on_step, addressed, at))
 
     def _recover(self) -> None:
         """After a step that raised: fails what was running. Raises when the engine cannot be trusted any more."""
@@ -218,7 +221,12 @@ class StepLoop:
 
     def _flush(self) -> None:
         self._tell_events()
-        self.tell(functools.partial(self._listener.on_stats, self._core.stats()))
+        stats = self._core.stats()
+        seconds = None
+        if stats.steps_total != self._steps_total:
+            seconds, self._step_seconds = self._step_seconds, 0.0
+            self._steps_total = stats.steps_total
+        self.tell(functools.partial(self._listener.on_stats, stats, seconds))
         self._send()
 
     def _tell_events(self) -> None:

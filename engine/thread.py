@@ -356,9 +356,7 @@ class _Listener:
             if refusal is not None:
                 self._owner._push(stream, Failed(refusal.code, refusal.message))
 
-    def on_step(self, produced: list[tuple[RequestStream, Chunk]], seconds: float, at: float) -> None:
-        for observer in self._owner.observers:
-            observer.step_ended(seconds)
+    def on_step(self, produced: list[tuple[RequestStream, Chunk]], at: float) -> None:
         for stream, chunk in produced:
             self._owner._push(stream, chunk, at)
 
@@ -370,8 +368,11 @@ class _Listener:
         if reply is not None:
             _resolve(reply, self._owner.events.snapshot(tiers))
 
-    def on_stats(self, stats: WorkerStats) -> None:
+    def on_stats(self, stats: WorkerStats, step_seconds: float | None) -> None:
         self._owner._stats = stats
+        if step_seconds is not None:
+            for observer in self._owner.observers:
+                observer.step_ended(step_seconds)
 
     def on_lost(self, streams: list[RequestStream]) -> None:
         for stream in streams:

@@ -1,0 +1,267 @@
+"""A replica without a model: the same protocol, prefix cache, scheduling and KV events; tokens and time are made up.
+
+Blocks are hashed, shared, evicted and published by the real pool, so what it says of cached tokens and what it tells
+subscribers is what a real replica of this size would say. A step lasts as long as the cost model has it. Tokens are drawn by
+digest of what stands before (engine.simulation.tokens): every simulated replica of one model name, block size and seed
+generates the same ones. Temperature 0 ignores the seed; other shaping of the distribution (top_p, penalties, logit_bias) is
+accepted and has no effect, since there is no distribution. Log-probabilities are refused, grammars too unless configured.
+
+Imports no torch: it starts in no time.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+from tokenizers import Tokenizer
+
+from engine.core import RequestRefused
+from engine.simulation.clock import Clock, MonotonicClock
+from engine.simulation.config import SimulationConfig
+from engine.simulation.scheduler import Batch, Scheduler, tokens_waiting
+from engine.simulation.sequences import Prepared, Request, Sequence, prepare
+from engine.simulation.tokens import TokenSource
+from gateway.workers.protocol import (
+    PROTOCOL_VERSION,
+    Capabilities,
+    Chunk,
+    Done,
+    Finished,
+    GenerateRequest,
+    Started,
+    Tokens,
+    WorkerInfo,
+    WorkerStats,
+)
+from grammar.detokenizer import Detokenizer
+from prefix_cache.events import DEVICE, KVEvent
+from prefix_cache.hashing import namespace_digest
+
+_RATE_DECAY = 0.95
+
+
+class SimulatedEngine:
+    """An `EngineCore`. `tokenizer` is only needed for stop strings; `clock` may be virtual."""
+
+    def __init__(
+        self, config: SimulationConfig, *, clock: Clock | None = None, tokenizer: Tokenizer | None = None, instance: str = ""
+    ) -> None:
+        self.config = config
+        self._clock: Clock = MonotonicClock() if clock is None else clock
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+        self._namespace = namespace_digest({"simulated": True, "model": config.model, "block_size": config.block_size})
+        self._source = TokenSource(config.token_ids, config.eos_token_ids, config.mean_output_tokens)
+        self._scheduler = Scheduler(config)
+        self._requests: dict[str, Request] = {}
+        self._batch: Batch | None = None
+        self._deadline = 0.0
+        self._info = WorkerInfo(
+            protocol_version=PROTOCOL_VERSION,
+            instance=instance or secrets.token_hex(16),
+            model=config.model,
+            namespace=self._namespace.hex(),
+            block_size=config.block_size,
+            num_blocks=config.num_blocks,
+            max_model_len=config.max_model_len,
+            vocab_size=config.vocab_size,
+            max_concurrency=config.max_num_seqs,
+            capabilities=Capabilities(grammars=config.accept_grammars, logprobs=False),
+            simulated=True,
+        )
+        self._order = 0
+        self._steps = 0
+        self._prompt_tokens = 0
+        self._cached_tokens = 0
+        self._generated_tokens = 0
+        self._aborted = 0
+        self._prefill_rate = _Rate()
+        self._decode_rate = _Rate()
+
+    @property
+    def info(self) -> WorkerInfo:
+        return self._info
+
+    def prepare(self, request: GenerateRequest) -> Prepared:
+        return prepare(request, self.config, self._namespace, self._detokenizer is not None)
+
+    def add(self, prepared: Prepared) -> None:
+        if prepared.request_id in self._requests:
+            message = f"A request with the id {prepared.request_id!r} is in flight; give every request an id of its own."
+            raise RequestRefused("duplicate_request_id", message, "request_id")
+        self._order += 1
+        request = Request(prepared, self._clock.now(), self._order)
+        request.sequences.append(Sequence(request, 0, self.config, self._detokenizer))
+        self._requests[prepared.request_id] = request
+        self._scheduler.enqueue(request.sequences[0])
+
+    def abort(self, request_id: str) -> bool:
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return False
+        for sequence in request.sequences:
+            self._scheduler.drop(sequence)
+        request.sequences.clear()
+        self._aborted += 1
+        return True
+
+    def has_work(self) -> bool:
+        return bool(self._scheduler.running or self._scheduler.waiting)
+
+    def interrupt(self) -> None:
+        """From any thread: a `step` that waits returns; the next one goes on waiting for the same batch."""
+        self._clock.interrupt()
+
+    def step(self) -> list[tuple[str, Chunk]]:
+        """Plans a batch unless one is under way, lets its time pass, and gives its tokens out. Empty when interrupted."""
+        if self._batch is not None and not any(work.sequence.alive for work in self._batch.work):
+            self._batch = None  # all of it was aborted
+        if not self.has_work():
+            return []
+        if self._batch is None:
+            self._begin()
+        if not self._clock.wait_until(self._deadline):
+            return []
+        return self._end()
+
+    def stats(self) -> WorkerStats:
+        pool = self._scheduler.pool
+        return WorkerStats(
+            instance=self._info.instance,
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
+            waiting_prompt_tokens=tokens_waiting(self._scheduler.waiting),
+            num_blocks=pool.num_blocks,
+            free_blocks=pool.num_free,
+            cached_blocks=pool.num_cached,
+            steps_total=self._steps,
+            prompt_tokens_total=self._prompt_tokens,
+            cached_tokens_total=self._cached_tokens,
+            generated_tokens_total=self._generated_tokens,
+            preemptions_total=self._scheduler.preemptions,
+            requests_total=self._order,
+            aborted_total=self._aborted,
+            prefill_tokens_per_second=self._prefill_rate.value,
+            decode_tokens_per_second=self._decode_rate.value,
+        )
+
+    def take_events(self) -> list[KVEvent]:
+        return self._scheduler.pool.take_events()
+
+    def snapshot(self) -> dict[str, bytes]:
+        digests = self._scheduler.pool.snapshot()
+        return {DEVICE: digests} if digests else {}
+
+    def check_integrity(self) -> None:
+        self._scheduler.pool.check_integrity(self._scheduler.held())
+
+    def _begin(self) -> None:
+        now = self._clock.now()
+        self._batch = batch = self._scheduler.plan()
+        if not batch.work:
+            raise RuntimeError("the scheduler has sequences and runs none of them")
+        for work in batch.work:
+            request = work.sequence.request
+            if request.started_at is None:
+                request.started_at = now
+                request.cached_tokens = work.sequence.computed
+                self._prompt_tokens += request.prepared.prompt_tokens
+                self._cached_tokens += request.cached_tokens
+        self._deadline = now + batch.seconds * self.config.time_scale
+
+    def _end(self) -> list[tuple[str, Chunk]]:
+        batch, self._batch = self._batch, None
+        if batch is None:
+            raise RuntimeError("a step ends that has not begun")
+        now = self._clock.now()
+        self._steps += 1
+        self._prefill_rate.add(batch.prefill_tokens, batch.prefill_seconds, batch, self.config.time_scale)
+        self._decode_rate.add(batch.decode_tokens, batch.decode_seconds, batch, self.config.time_scale)
+        chunks: list[tuple[str, Chunk]] = []
+        for work in batch.work:
+            sequence = work.sequence
+            if not sequence.alive:
+                continue
+            request = sequence.request
+            if not request.announced:
+                request.announced = True
+                chunks.append((request.prepared.request_id, self._started(request)))
+            sequence.computed += work.count
+            self._scheduler.publish(sequence)
+            if sequence.computed == len(sequence):
+                for choice in (sequence, *self._fork(sequence)):
+                    self._generate(choice, now, chunks)
+        return chunks
+
+    def _started(self, request: Request) -> Started:
+        queued = (request.started_at or request.arrived) - request.arrived
+        return Started(request.prepared.prompt_tokens, request.cached_tokens, queued)
+
+    def _fork(self, sequence: Sequence) -> list[Sequence]:
+        """The other choices, once the first has computed the prompt. Returns those that run now."""
+        request = sequence.request
+        if request.forked:
+            return []
+        request.forked = True
+        children = []
+        for index in range(1, request.prepared.sampling.n):
+            child = Sequence(request, index, self.config, self._detokenizer)
+            request.sequences.append(child)
+            self._scheduler.run_beside(sequence, child)
+            if child.table:
+                children.append(child)
+        return children
+
+    def _generate(self, sequence: Sequence, now: float, chunks: list[tuple[str, Chunk]]) -> None:
+        request = sequence.request
+        request_id = request.prepared.request_id
+        sampling = request.prepared.sampling
+        may_end = not sampling.ignore_eos and sequence.generated >= sampling.min_tokens
+        digest = sequence.parent(len(sequence.digests))
+        token = self._source.next(sequence.key, digest, sequence.tail(), may_end)
+        sequence.append(token)
+        request.completion_tokens += 1
+        self._generated_tokens += 1
+        if request.first_token_at is None:
+            request.first_token_at = now
+        chunks.append((request_id, Tokens((token,), sequence.index)))
+        decision = sequence.checker.append(token)
+        if decision is not None:
+            chunks.append((request_id, Finished(decision.finish_reason, sequence.index, decision.stop_reason)))
+            self._scheduler.drop(sequence)
+            request.sequences.remove(sequence)
+            if not request.sequences:
+                del self._requests[request_id]
+                chunks.append((request_id, self._done(request, now)))
+
+    def _done(self, request: Request, now: float) -> Done:
+        started = request.arrived if request.started_at is None else request.started_at
+        first = now if request.first_token_at is None else request.first_token_at
+        return Done(
+            prompt_tokens=request.prepared.prompt_tokens,
+            completion_tokens=request.completion_tokens,
+            cached_tokens=request.cached_tokens,
+            queue_seconds=started - request.arrived,
+            prefill_seconds=first - started,
+            decode_seconds=now - first,
+            preemptions=request.preemptions,
+        )
+
+
+class _Rate:
+    """Tokens a second over the last steps, each counting less than the one after it."""
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._seconds = 0.0
+
+    def add(self, tokens: int, seconds: float, batch: Batch, scale: float) -> None:
+        """`tokens` that took `seconds` of a step, and their share of what the step costs in any case."""
+        if tokens:
+            variable = batch.prefill_seconds + batch.decode_seconds
+            share = seconds / variable if variable else 1.0
+            self._tokens = self._tokens * _RATE_DECAY + tokens
+            self._seconds = self._seconds * _RATE_DECAY + (seconds + share * batch.step_seconds) * scale
+
+    @property
+    def value(self) -> float:
+        return self._tokens / self._seconds if self._seconds else 0.0
