@@ -1,0 +1,50 @@
+"""A step plan as the tensors that the decoder and the attention kernel take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+import torch
+
+from engine.kernels.interface import StepBatch
+from engine.scheduler import ScheduledSequence
+
+
+def build_batch(scheduled: SequenceOf[ScheduledSequence], block_size: int, device: torch.device) -> StepBatch:
+    """The ragged batch of at least one scheduled sequence, in their order."""
+    starts = [0]
+    contexts = []
+    for item in scheduled:
+        starts.append(starts[-1] + item.count)
+        contexts.append(item.start + item.count)
+    total = starts[-1]
+    tokens = np.empty(total, dtype=np.int64)
+    positions = np.empty(total, dtype=np.int64)
+    slots = np.empty(total, dtype=np.int64)
+    widths = [-(-context // block_size) for context in contexts]
+    tables = np.zeros((len(scheduled), max(widths)), dtype=np.int32)
+    for row, (item, low, width) in enumerate(zip(scheduled, starts, widths, strict=False)):
+        sequence, start = item.sequence, item.start
+        table = sequence.table.array
+        tables[row, :width] = table[:width]
+        if item.count == 1:
+            tokens[low] = sequence.tokens(start, start + 1)[0]
+            positions[low] = start
+            slots[low] = sequence.table[start // block_size] * block_size + start % block_size
+        else:
+            high = low + item.count
+            tokens[low:high] = sequence.tokens(start, start + item.count)
+            own = np.arange(start, start + item.count)
+            positions[low:high] = own
+            slots[low:high] = table[own // block_size].astype(np.int64) * block_size + own % block_size
+    return StepBatch(
+        token_ids=torch.from_numpy(tokens).to(device),
+        positions=torch.from_numpy(positions).to(device),
+        slots=torch.from_numpy(slots).to(device),
+        query_start=torch.tensor(starts, dtype=torch.int32, device=device),
+        context_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
+        block_tables=torch.from_numpy(tables).to(device),
+        query_start_list=tuple(starts),
+        context_lens_list=tuple(contexts),
+    )

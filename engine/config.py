@@ -1,0 +1,69 @@
+"""How an engine is set up. Parsed once at the command line, checked here, passed down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from prefix_cache.hashing import DEFAULT_BLOCK_SIZE
+
+DTypeName = Literal["auto", "bfloat16", "float16", "float32"]
+Policy = Literal["fcfs", "priority"]
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work. The message names it and the remedy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine.
+
+    model: a local Hugging Face directory. model_name: what it is called to the outside (default: the directory's name).
+    dtype: of weights and KV; auto is bfloat16 where the CPU multiplies it natively, else float32.
+
+    KV memory, first that is given: `num_blocks`; `kv_memory_bytes`; `kv_memory_fraction` of the memory that is available once
+    the model is loaded, less what the largest step needs, which is measured.
+
+    max_model_len: tokens of prompt and generation together (default: the model's context, or what the KV memory holds if
+    that is less). max_num_seqs: choices that run at once. max_num_batched_tokens: tokens a step computes at most; a longer
+    prefill is spread over several steps, beside which others go on decoding.
+
+    policy: fcfs, or priority (lower first, ties by arrival). threads: of torch (None: as torch finds).
+    """
+
+    model: Path
+    model_name: str | None = None
+    dtype: DTypeName = "auto"
+    device: str = "cpu"
+    block_size: int = DEFAULT_BLOCK_SIZE
+    num_blocks: int | None = None
+    kv_memory_bytes: int | None = None
+    kv_memory_fraction: float = 0.4
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    prefix_caching: bool = True
+    policy: Policy = "fcfs"
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError."""
+        for name in ("block_size", "num_blocks", "kv_memory_bytes", "max_model_len", "max_num_seqs", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1.")
+        if not 0 < self.kv_memory_fraction <= 1:
+            raise ConfigError(f"kv_memory_fraction is {self.kv_memory_fraction}; it must be above 0 and at most 1.")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, less than max_num_seqs, {self.max_num_seqs}; "
+                "every running sequence needs one token a step: raise the former or lower the latter."
+            )
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ConfigError("max_model_len is 1; a prompt and one generated token need at least 2.")
+        if self.policy not in ("fcfs", "priority"):
+            raise ConfigError(f"policy is {self.policy!r}; it must be fcfs or priority.")
+        if self.dtype not in ("auto", "bfloat16", "float16", "float32"):
+            raise ConfigError(f"dtype is {self.dtype!r}; it must be auto, bfloat16, float16 or float32.")

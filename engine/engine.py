@@ -1,0 +1,321 @@
+"""The engine: an `EngineCore` that runs a model. Requests in, one batch a step, chunks out.
+
+A step: the scheduler plans it and reserves blocks; the runner computes it; blocks that it filled are published; the sampler
+chooses a token for every sequence whose known tokens are all computed; the tokens are appended, and what ended gives its
+blocks back. Between two steps every running sequence is consistent, so a request can be dropped there at any moment.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+
+from engine.batch import build_batch
+from engine.config import EngineConfig
+from engine.core import RequestRefused
+from engine.intake import Intake, Limits
+from engine.kernels.interface import AttentionKernel
+from engine.kv_cache import KVCache
+from engine.meter import Meter
+from engine.models.registry import LoadedModel
+from engine.output import Addressed, StepOutput
+from engine.request import Request, Sequence, Status
+from engine.runner import Runner
+from engine.sampling.sampler import SampledToken, Sampler
+from engine.sampling.stopping import StopDecision
+from engine.scheduler import ScheduledSequence, Scheduler, StepPlan
+from gateway.workers.protocol import PROTOCOL_VERSION, Capabilities, GenerateRequest, WorkerInfo, WorkerStats
+from grammar.compiler import GrammarCompiler, allocate_bitmask
+from grammar.detokenizer import Detokenizer
+from prefix_cache.block_pool import BlockPool, IntegrityError
+from prefix_cache.events import DEVICE, KVEvent
+from prefix_cache.eviction import EvictionPolicy
+from prefix_cache.hashing import namespace_digest
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """See `engine.core.EngineCore` for who may call what from where. `engine.loading.load_engine` makes one of a directory."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: LoadedModel,
+        *,
+        num_blocks: int,
+        max_model_len: int,
+        kernel: AttentionKernel,
+        sampler: Sampler,
+        grammars: GrammarCompiler | None = None,
+        detokenizer: Detokenizer | None = None,
+        eviction: EvictionPolicy | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`num_blocks` and `max_model_len` are decided (engine.kv_memory); those of `config` are not looked at.
+
+        grammars and detokenizer (an empty one) are None for a model without a tokenizer. Raises ValueError for a model whose
+        KV cannot be paged (engine.runner.allocate_kv).
+        """
+        spec = model.spec
+        self.config = config
+        self._clock = clock
+        self._grammars = grammars
+        self._sampler = sampler
+        self._runner = Runner(model, kernel, num_blocks, config.block_size)
+        self._cache = KVCache(BlockPool(num_blocks, config.block_size, eviction), caching=config.prefix_caching)
+        self._scheduler = Scheduler(
+            self._cache, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
+        )
+        self._meter = Meter()
+        self._requests: dict[str, Request] = {}
+        self._arrivals = 0
+        dtype = str(model.decoder.dtype)
+        namespace = namespace_digest(
+            # The fingerprint covers weights, rope settings and whatever else of the model shapes its KV.
+            {"weights": model.fingerprint, "dtype": dtype, "kv_dtype": dtype, "block_size": config.block_size}
+        )
+        self._intake = Intake(
+            limits=Limits(spec.vocab_size, max_model_len, num_blocks, config.block_size, config.max_num_seqs),
+            namespace=namespace,
+            eos_token_ids=spec.eos_token_ids,
+            caching=config.prefix_caching,
+            use_priority=config.policy == "priority",
+            compile_grammar=None if grammars is None else grammars.compile,
+            detokenizer=detokenizer,
+        )
+        self._info = WorkerInfo(
+            protocol_version=PROTOCOL_VERSION,
+            instance=secrets.token_hex(16),
+            model=config.model_name or config.model.name,
+            namespace=namespace.hex(),
+            block_size=config.block_size,
+            num_blocks=num_blocks,
+            max_model_len=max_model_len,
+            vocab_size=spec.vocab_size,
+            max_concurrency=config.max_num_seqs,
+            capabilities=Capabilities(grammars=grammars is not None, kv_events=config.prefix_caching),
+        )
+
+    @property
+    def info(self) -> WorkerInfo:
+        return self._info
+
+    def prepare(self, request: GenerateRequest) -> Request:
+        """Checks a request, compiles its grammar and names its blocks. From any thread. Raises RequestRefused."""
+        return self._intake.prepare(request)
+
+    def add(self, prepared: Request) -> None:
+        """Queues a prepared request. Raises RequestRefused when its id is in use."""
+        if prepared.request_id in self._requests:
+            raise RequestRefused(
+                "duplicate_request_id",
+                f"A request with the id {prepared.request_id!r} is in flight; give every request an id of its own.",
+                "request_id",
+            )
+        prepared.added_at = self._clock()
+        prepared.arrival = self._arrivals
+        self._arrivals += 1
+        self._requests[prepared.request_id] = prepared
+        self._meter.totals.requests += 1
+        self._scheduler.enqueue(prepared.sequences[0])
+
+    def abort(self, request_id: str) -> bool:
+        """Drops a request at once and gives its blocks back. False when it is not known."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        self._drop(request)
+        self._meter.totals.aborted += 1
+        return True
+
+    def has_work(self) -> bool:
+        return self._scheduler.has_work()
+
+    def step(self) -> list[Addressed]:
+        """Runs one batch. What goes wrong in one request fails that request; what goes wrong in the batch fails those in it."""
+        output = StepOutput()
+        if not self._scheduler.has_work():
+            return output.chunks
+        began = self._clock()
+        plan = self._scheduler.schedule(began)
+        totals = self._meter.totals
+        totals.steps += 1
+        totals.preemptions += plan.preempted
+        for request in plan.started:
+            totals.prompt_tokens += request.prompt_tokens
+            totals.cached_tokens += request.cached_tokens
+            output.started(request)
+        try:
+            logits = self._compute(plan)
+            self._choose(plan, logits, output)
+        except IntegrityError:
+            raise  # the books are wrong: nothing that goes on from here can be trusted
+        except Exception as error:
+            logger.exception("a step failed; the %d sequences in it are dropped", len(plan.scheduled))
+            message = f"The step that computed this request failed: {error or type(error).__name__}"
+            for item in plan.scheduled:
+                self._fail(item.sequence.request, "engine_error", message, output)
+            return output.chunks
+        prefilled = sum(item.count for item in plan.scheduled if item.is_prefill)
+        decoded = sum(item.count for item in plan.scheduled if not item.is_prefill)
+        self._meter.step(prefilled, decoded, self._clock() - began)
+        return output.chunks
+
+    def stats(self) -> WorkerStats:
+        pool, totals = self._cache.pool, self._meter.totals
+        return WorkerStats(
+            instance=self._info.instance,
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
+            waiting_prompt_tokens=self._scheduler.waiting_tokens,
+            num_blocks=pool.num_blocks,
+            free_blocks=pool.num_free,
+            cached_blocks=pool.num_cached,
+            steps_total=totals.steps,
+            prompt_tokens_total=totals.prompt_tokens,
+            cached_tokens_total=totals.cached_tokens,
+            generated_tokens_total=totals.generated_tokens,
+            preemptions_total=totals.preemptions,
+            requests_total=totals.requests,
+            aborted_total=totals.aborted,
+            prefill_tokens_per_second=self._meter.prefill.value,
+            decode_tokens_per_second=self._meter.decode.value,
+        )
+
+    def take_events(self) -> list[KVEvent]:
+        return self._cache.pool.take_events()
+
+    def snapshot(self) -> dict[str, bytes]:
+        return {DEVICE: self._cache.pool.snapshot()}
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless the pool's references are exactly those of the running sequences."""
+        self._cache.check_integrity(self._scheduler.running)
+
+    def clear_cache(self) -> None:
+        """Forgets all cached prefixes. Running requests keep what they have."""
+        self._cache.pool.clear()
+
+    def close(self) -> None:
+        """Ends what the grammar compiler keeps running. Idempotent."""
+        if self._grammars is not None:
+            self._grammars.close()
+
+    def _compute(self, plan: StepPlan) -> torch.Tensor | None:
+        """The logits of the plan's sampling sequences, one row each, in the plan's order."""
+        batch = build_batch(plan.scheduled, self.config.block_size, self._runner.device)
+        ends = batch.query_start_list[1:]
+        rows = [end - 1 for item, end in zip(plan.scheduled, ends, strict=True) if item.samples]
+        copies = [copy for item in plan.scheduled for copy in item.copies]
+        logits = self._runner.run(batch, rows, copies)
+        for item in plan.scheduled:
+            self._cache.advance(item.sequence, item.count)
+        return logits
+
+    def _choose(self, plan: StepPlan, logits: torch.Tensor | None, output: StepOutput) -> None:
+        """Samples, and appends what was sampled. The first token of every choice comes from the prompt's last row."""
+        if logits is None:
+            return
+        sequences, rows = self._rows(plan.scheduled)
+        bitmask, sequences, rows = self._bitmask(sequences, rows, output)
+        if not sequences:
+            return
+        if rows != list(range(logits.shape[0])):
+            logits = logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)]
+        sampled = self._sampler.sample(logits, [sequence.sampling for sequence in sequences], bitmask)
+        for sequence in sequences:
+            if sequence.status is Status.UNFORKED:
+                self._fork(sequence)
+        for sequence, token in zip(sequences, sampled, strict=True):
+            if sequence.status is Status.RUNNING:  # a choice that failed has ended its siblings
+                self._append(sequence, token, output)
+
+    def _rows(self, scheduled: Iterable[ScheduledSequence]) -> tuple[list[Sequence], list[int]]:
+        """Which sequences a token is chosen for, and from which row of the logits."""
+        sequences: list[Sequence] = []
+        rows: list[int] = []
+        row = 0
+        for item in scheduled:
+            if not item.samples:
+                continue
+            choices = item.sequence.request.sequences if item.sequence.is_trunk else [item.sequence]
+            sequences.extend(choices)
+            rows.extend([row] * len(choices))
+            row += 1
+        return sequences, rows
+
+    def _bitmask(
+        self, sequences: list[Sequence], rows: list[int], output: StepOutput
+    ) -> tuple[torch.Tensor | None, list[Sequence], list[int]]:
+        """What the grammars allow next, int32 [R, ceil(V / 32)], or None without any. A request whose grammar breaks fails and
+        leaves the rows."""
+        if all(sequence.matcher is None for sequence in sequences):
+            return None, sequences, rows
+        bitmask = allocate_bitmask(len(sequences), self._info.vocab_size)
+        for row, sequence in enumerate(sequences):
+            if sequence.matcher is None or sequence.status is Status.FINISHED:
+                continue
+            try:
+                sequence.matcher.fill_bitmask(bitmask, row)
+            except Exception as error:
+                logger.exception("request %s: its grammar failed", sequence.request.request_id)
+                message = f"The grammar failed: {error or type(error).__name__}"
+                self._fail(sequence.request, "grammar_error", message, output)
+        kept = [row for row, sequence in enumerate(sequences) if sequence.status is not Status.FINISHED]
+        if len(kept) < len(sequences):
+            bitmask = bitmask[kept]
+        return bitmask, [sequences[row] for row in kept], [rows[row] for row in kept]
+
+    def _fork(self, sequence: Sequence) -> None:
+        """Starts a choice from what choice 0 computed."""
+        request = sequence.request
+        request.forked = True
+        self._cache.fork(request.sequences[0], sequence)
+        self._scheduler.adopt(sequence)
+
+    def _append(self, sequence: Sequence, sampled: SampledToken, output: StepOutput) -> None:
+        request = sequence.request
+        if sampled.error is not None:
+            self._fail(request, "sampling_error", sampled.error, output)
+            return
+        try:
+            accepted = sequence.matcher is None or sequence.matcher.accept(sampled.token_id)
+            if not accepted:
+                message = f"The grammar does not allow token {sampled.token_id}, which was sampled; this is a bug."
+                self._fail(request, "grammar_error", message, output)
+                return
+            sequence.sampling.append(sampled.token_id)
+            decision = sequence.stops.append(sampled.token_id)
+            if decision is None and sequence.matcher is not None and sequence.matcher.is_terminated():
+                decision = StopDecision("stop")
+        except Exception as error:
+            logger.exception("request %s failed", request.request_id)
+            self._fail(request, "engine_error", f"The request failed: {error or type(error).__name__}", output)
+            return
+        sequence.output.append(sampled.token_id)
+        self._meter.totals.generated_tokens += 1
+        if request.first_token_at is None:
+            request.first_token_at = self._clock()
+        output.token(request, sequence.index, sampled)
+        if decision is None:
+            return
+        self._scheduler.finish(sequence)
+        output.finished(request, sequence.index, decision)
+        if request.finished:
+            del self._requests[request.request_id]
+            output.done(request, self._clock())
+
+    def _fail(self, request: Request, code: str, message: str, output: StepOutput) -> None:
+        if request.request_id in self._requests:
+            self._drop(request)
+            output.failed(request, code, message)
+
+    def _drop(self, request: Request) -> None:
+        del self._requests[request.request_id]
+        for sequence in request.sequences:
+            self._scheduler.finish(sequence)

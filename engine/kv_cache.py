@@ -1,0 +1,98 @@
+"""Blocks for sequences: the steps between a sequence's tokens and the pool's books."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from engine.request import Sequence
+from prefix_cache.block_pool import BlockPool
+
+BlockCopy = tuple[int, int]
+"""(source, destination): a block to be copied over all layers before a step writes."""
+
+
+class KVCache:
+    """Gives blocks to sequences and takes them back. With `caching`, full blocks are published and found again."""
+
+    def __init__(self, pool: BlockPool, *, caching: bool) -> None:
+        self.pool = pool
+        self.caching = caching
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold `tokens` tokens."""
+        return -(-tokens // self.pool.block_size)
+
+    def match(self, sequence: Sequence) -> list[int]:
+        """Published blocks of the longest known prefix. The last token is never among them: it must be computed, since its
+        hidden state chooses the next one."""
+        if not self.caching:
+            return []
+        count = (sequence.num_tokens - 1) // self.pool.block_size
+        sequence.name_blocks(count, self.pool.block_size)
+        return self.pool.lookup(sequence.digests[:count])
+
+    def attach(self, sequence: Sequence, found: list[int]) -> None:
+        """Starts a sequence that holds nothing from the blocks that `match` found."""
+        self.pool.touch(found)
+        sequence.table.extend(found)
+        sequence.computed = len(found) * self.pool.block_size
+        sequence.published = len(found)
+
+    def shortfall(self, sequence: Sequence, tokens: int) -> int:
+        """Blocks to allocate before the next `tokens` tokens of a sequence can be written."""
+        more = self.blocks_for(sequence.computed + tokens) - len(sequence.table)
+        return more + (1 if self._must_copy(sequence) else 0)
+
+    def reserve(self, sequence: Sequence, tokens: int) -> list[BlockCopy] | None:
+        """Makes room for the next `tokens` tokens; None, with nothing changed, when the pool cannot. What is returned must
+        be copied before the step writes."""
+        shortfall = self.shortfall(sequence, tokens)
+        if shortfall > self.pool.num_available:
+            return None
+        copies = []
+        if self._must_copy(sequence):
+            index = sequence.computed // self.pool.block_size
+            shared = sequence.table[index]
+            private = self.pool.copy_on_write(shared)
+            sequence.table.replace(index, (private,))
+            copies.append((shared, private))
+            shortfall -= 1
+        if shortfall > 0:
+            sequence.table.extend(self.pool.allocate(shortfall))
+        return copies
+
+    def advance(self, sequence: Sequence, tokens: int) -> None:
+        """The next `tokens` tokens have been computed: what is full now can be found from now on."""
+        sequence.computed += tokens
+        full = sequence.computed // self.pool.block_size
+        if not self.caching or full <= sequence.published:
+            return
+        sequence.name_blocks(full, self.pool.block_size)
+        start = sequence.published
+        parent = sequence.digests[start - 1] if start else sequence.request.root
+        held = self.pool.publish(sequence.table.blocks[start:full], sequence.digests[start:full], parent)
+        sequence.table.replace(start, held)
+        sequence.published = full
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Gives `child`, which holds nothing, all that `parent` holds, the partial last block too."""
+        self.pool.touch(parent.table.blocks)
+        child.table.extend(parent.table.blocks)
+        child.computed = parent.computed
+        child.published = parent.published
+        child.digests = list(parent.digests)
+
+    def release(self, sequence: Sequence) -> None:
+        """Takes all blocks back. What was published may be found again as long as nobody needs the room."""
+        self.pool.free(sequence.table.take())
+        sequence.computed = 0
+        sequence.published = 0
+
+    def check_integrity(self, running: Iterable[Sequence]) -> None:
+        """Raises IntegrityError unless the pool's references are exactly those of the running sequences."""
+        self.pool.check_integrity(Counter(block for sequence in running for block in sequence.table.blocks))
+
+    def _must_copy(self, sequence: Sequence) -> bool:
+        index, offset = divmod(sequence.computed, self.pool.block_size)
+        return offset > 0 and index < len(sequence.table) and self.pool.is_shared(sequence.table[index])

@@ -1,0 +1,105 @@
+"""From a configuration to an engine that is ready to run."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from engine.checkpoints.errors import CheckpointError
+from engine.checkpoints.progress import Report, silent
+from engine.config import ConfigError, EngineConfig
+from engine.engine import Engine
+from engine.kernels.interface import AttentionKernel
+from engine.kernels.reference import ReferenceAttention
+from engine.kv_memory import KVBudget, kv_budget
+from engine.models.registry import LoadedModel, load_model
+from engine.sampling.sampler import Sampler
+from grammar.compiler import GrammarCompiler
+from grammar.detokenizer import Detokenizer
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def resolve_dtype(config: EngineConfig) -> torch.dtype:
+    """The dtype of weights and KV: auto is bfloat16 where the device multiplies it natively, else float32."""
+    if config.dtype != "auto":
+        return _DTYPES[config.dtype]
+    if torch.device(config.device).type != "cpu":
+        return torch.bfloat16
+    capabilities = torch.cpu.get_capabilities()
+    native = capabilities.get("avx512_bf16", False) or capabilities.get("amx_bf16", False)
+    return torch.bfloat16 if native else torch.float32
+
+
+def load_engine(
+    config: EngineConfig,
+    *,
+    kernel: AttentionKernel | None = None,
+    cache_dir: Path | None = None,
+    report: Report = silent,
+) -> Engine:
+    """Loads the model of a configuration, sizes its KV memory and makes the engine. Sets torch's threads if configured.
+
+    cache_dir: where digests of weight files are remembered. Raises CheckpointError for a model that cannot be loaded and
+    ConfigError for settings that do not fit it or this machine.
+    """
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    model = load_model(config.model, dtype=resolve_dtype(config), device=config.device, cache_dir=cache_dir, report=report)
+    spec = model.spec
+    if config.max_model_len is not None and config.max_model_len > spec.max_context:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, but the model's positions end at {spec.max_context}; lower it."
+        )
+    kernel = ReferenceAttention() if kernel is None else kernel
+    sampler = Sampler(spec.vocab_size, model.decoder.device)
+    budget = kv_budget(config, model, kernel, sampler)
+    max_model_len = _max_model_len(config, model, budget)
+    logger.info("%s", budget.describe(config.block_size, max_model_len))
+    tokenizer_json = config.model / "tokenizer.json"
+    tokenizer = _tokenizer(tokenizer_json)
+    return Engine(
+        config,
+        model,
+        num_blocks=budget.num_blocks,
+        max_model_len=max_model_len,
+        kernel=kernel,
+        sampler=sampler,
+        grammars=None if tokenizer is None else GrammarCompiler(tokenizer_json, spec.vocab_size, spec.eos_token_ids),
+        detokenizer=None if tokenizer is None else Detokenizer(tokenizer),
+    )
+
+
+def _max_model_len(config: EngineConfig, model: LoadedModel, budget: KVBudget) -> int:
+    """What was asked for, or the model's context, or what the KV memory holds if that is less."""
+    held = budget.num_blocks * config.block_size
+    if config.max_model_len is not None:
+        if config.max_model_len > held:
+            logger.warning(
+                "max_model_len is %d, but the KV memory holds %d tokens; longer requests are refused.",
+                config.max_model_len,
+                held,
+            )
+        return config.max_model_len
+    if held < model.spec.max_position:
+        logger.warning(
+            "The model's context is %d tokens, but the KV memory holds %d; the context is cut to that.",
+            model.spec.max_position,
+            held,
+        )
+    return max(2, min(model.spec.max_position, held))
+
+
+def _tokenizer(path: Path) -> Tokenizer | None:
+    if not path.exists():
+        logger.warning("%s is missing: grammars and stop strings are refused.", path)
+        return None
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises plain Exception
+        raise CheckpointError(f"{path} is not a tokenizer that can be read: {error}. Fetch the model again.") from error

@@ -1,0 +1,172 @@
+"""Which sequences compute how many tokens in the next step.
+
+Continuous batching under one token budget a step. Running sequences come first: those that decode (one token each), then those
+whose prefill is spread over steps, each kind in order of rank. What is left of the budget admits waiting sequences in order of
+rank; the first that does not fit ends admission, so that nobody is overtaken for ever.
+
+When blocks run out, running sequences of the lowest rank are preempted: their blocks are freed and they go back to the
+queue with the tokens they have, to be recomputed (from what the prefix cache still holds). A sequence that would have to
+preempt itself waits a step with its blocks instead. So the one of the highest rank always goes on, which rules out livelock:
+alone it fits, because a request that cannot fit alone is refused. A step that preempted, or kept a running sequence waiting,
+admits nobody.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+
+from engine.kv_cache import BlockCopy, KVCache
+from engine.request import Request, Sequence, Status
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """The next `count` tokens of a sequence, from position `start` on; `copies` come before. `samples`: they are the last of
+    the known ones, so a new token is chosen."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    samples: bool
+    copies: tuple[BlockCopy, ...] = ()
+
+    @property
+    def is_prefill(self) -> bool:
+        """True unless it only computes the token generated last."""
+        return self.count > 1 or self.start < self.sequence.request.prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: what is computed, which requests left the queue for the first time, and how many sequences were preempted."""
+
+    scheduled: tuple[ScheduledSequence, ...]
+    started: tuple[Request, ...]
+    preempted: int
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A plan in the making."""
+
+    budget: int
+    scheduled: dict[int, ScheduledSequence] = field(default_factory=dict)  # by id(sequence)
+    preempted: int = 0
+    stalled: bool = False
+
+
+def _rank(sequence: Sequence) -> tuple[int, int, int]:
+    return sequence.rank
+
+
+class Scheduler:
+    """The queue and the running set, both in order of rank."""
+
+    def __init__(self, cache: KVCache, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self._cache = cache
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.waiting_tokens = 0
+
+    def has_work(self) -> bool:
+        """True when `schedule` has something to choose from."""
+        return bool(self.running or self.waiting)
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """Puts a sequence that holds no blocks into the queue, where its rank belongs."""
+        sequence.status = Status.WAITING
+        insort(self.waiting, sequence, key=_rank)
+        self.waiting_tokens += sequence.num_tokens
+
+    def adopt(self, sequence: Sequence) -> None:
+        """Adds a sequence that was forked off a running one; its slot was counted with its trunk."""
+        sequence.status = Status.RUNNING
+        insort(self.running, sequence, key=_rank)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Takes a sequence out, wherever it is, and gives its blocks back."""
+        if sequence.status is Status.RUNNING:
+            self._remove(self.running, sequence)
+            self._cache.release(sequence)
+        elif sequence.status is Status.WAITING:
+            self._dequeue(sequence)
+        sequence.status = Status.FINISHED
+
+    def schedule(self, now: float) -> StepPlan:
+        """Plans a step and reserves its blocks. `now` is when requests that leave the queue do so. A plan without a sequence
+        comes only from an empty scheduler."""
+        draft = _Draft(self._max_num_batched_tokens)
+        for decoding in (True, False):
+            for sequence in tuple(self.running):
+                if draft.budget > 0 and sequence.status is Status.RUNNING and (sequence.remaining == 1) == decoding:
+                    self._continue(sequence, draft)
+        started = [] if draft.preempted or draft.stalled else self._admit(draft, now)
+        return StepPlan(tuple(draft.scheduled.values()), tuple(started), draft.preempted)
+
+    def _continue(self, sequence: Sequence, draft: _Draft) -> None:
+        """Schedules a running sequence, preempting others of lower rank as far as it needs their blocks."""
+        count = min(sequence.remaining, draft.budget)
+        while (copies := self._cache.reserve(sequence, count)) is None:
+            victim = self.running[-1]
+            if victim is sequence:
+                draft.stalled = True
+                return
+            undone = draft.scheduled.pop(id(victim), None)
+            if undone is not None:
+                draft.budget += undone.count
+            self._preempt(victim)
+            draft.preempted += 1
+        self._place(sequence, count, copies, draft)
+
+    def _admit(self, draft: _Draft, now: float) -> list[Request]:
+        started: list[Request] = []
+        slots = sum(sequence.slots for sequence in self.running)
+        # Blocks that running sequences still need for the tokens they have, and one for each choice's next ones: whoever is
+        # admitted into those is preempted a few steps later.
+        promised = slots + sum(self._cache.shortfall(sequence, sequence.remaining) for sequence in self.running)
+        while self.waiting and draft.budget > 0:
+            sequence = self.waiting[0]
+            if slots + sequence.slots > self._max_num_seqs:
+                break
+            found = self._cache.match(sequence)
+            needed = self._cache.blocks_for(sequence.num_tokens) - len(found)
+            if needed + promised > self._cache.pool.num_available - self._cache.pool.unreferenced(found):
+                break
+            self._dequeue(sequence)
+            self._cache.attach(sequence, found)
+            self.adopt(sequence)
+            request = sequence.request
+            if request.started_at is None:
+                request.started_at = now
+                request.cached_tokens = sequence.computed
+                started.append(request)
+            self._continue(sequence, draft)
+            slots += sequence.slots
+            promised += sequence.slots + self._cache.shortfall(sequence, sequence.remaining)
+        return started
+
+    def _place(self, sequence: Sequence, count: int, copies: list[BlockCopy], draft: _Draft) -> None:
+        samples = count == sequence.remaining
+        item = ScheduledSequence(sequence, sequence.computed, count, samples, tuple(copies))
+        draft.scheduled[id(sequence)] = item
+        draft.budget -= count
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._remove(self.running, sequence)
+        self._cache.release(sequence)
+        sequence.request.preemptions += 1
+        self.enqueue(sequence)
+
+    def _dequeue(self, sequence: Sequence) -> None:
+        self._remove(self.waiting, sequence)
+        self.waiting_tokens -= sequence.num_tokens
+
+    @staticmethod
+    def _remove(ordered: list[Sequence], sequence: Sequence) -> None:
+        index = bisect_left(ordered, sequence.rank, key=_rank)
+        if index == len(ordered) or ordered[index] is not sequence:
+            raise RuntimeError(f"choice {sequence.index} of request {sequence.request.request_id!r} is not where it belongs")
+        del ordered[index]
