@@ -1,0 +1,242 @@
+// Causal attention of a ragged batch over paged KV, in tiles: rows (query tokens x the heads that share a KV head) against chunks
+// of keys, with the running maximum and sum of the online softmax (Milakov and Gimelshein, arXiv 1805.02867; FlashAttention,
+// arXiv 2205.14135). Long contexts of few rows are split over threads and merged (Flash-Decoding).
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "vectors.h"
+
+namespace turnkeep {
+
+constexpr int kChunk = 256;    // keys a tile scores before it rescales
+constexpr int kMaxRows = 96;   // rows of a tile
+constexpr float kNegative = -3.0e38f;
+
+// Mirrors engine/kernels/cpu/library.py. Strides are in elements.
+struct AttentionArgs {
+    const void* q;
+    const void* kv;
+    void* out;
+    const int32_t* query_start;
+    const int32_t* context_lens;
+    const int32_t* block_tables;
+    int64_t q_token, q_head;
+    int64_t kv_block, kv_side, kv_head, kv_token;
+    int64_t out_token, out_head;
+    int64_t table_stride;
+    void* team;
+    int32_t num_sequences, num_heads, num_kv_heads, head_dim, block_size, window;
+    int32_t dtype;
+    float scale;
+};
+
+// A tile of work: rows [row, row + rows) of one sequence and KV head, against keys [key_begin, key_end).
+struct Tile {
+    int32_t sequence, kv_head, row, rows;
+    int32_t key_begin, key_end;
+    int32_t part, parts;  // which split of the keys this is
+    int64_t scratch;      // where its partial result goes when parts > 1
+};
+
+// What a row may see: keys in [first, last].
+struct Visible {
+    int32_t first, last;
+};
+
+static inline Visible visible(const AttentionArgs& a, int sequence, int row) {
+    const int group = a.num_heads / a.num_kv_heads;
+    const int new_tokens = a.query_start[sequence + 1] - a.query_start[sequence];
+    const int position = a.context_lens[sequence] - new_tokens + row / group;
+    return {a.window > 0 ? std::max(0, position - a.window + 1) : 0, position};
+}
+
+template <class T>
+static inline const T* key_row(const AttentionArgs& a, const Tile& t, int key, int side) {
+    const int32_t* table = a.block_tables + t.sequence * a.table_stride;
+    const int block = table[key / a.block_size];
+    return static_cast<const T*>(a.kv) + block * a.kv_block + side * a.kv_side + t.kv_head * a.kv_head +
+           (key % a.block_size) * a.kv_token;
+}
+
+template <class T>
+static inline const T* query_row(const AttentionArgs& a, const Tile& t, int row) {
+    const int group = a.num_heads / a.num_kv_heads;
+    return static_cast<const T*>(a.q) + (a.query_start[t.sequence] + row / group) * a.q_token +
+           (t.kv_head * group + row % group) * a.q_head;
+}
+
+template <class T>
+static inline T* out_row(const AttentionArgs& a, const Tile& t, int row) {
+    const int group = a.num_heads / a.num_kv_heads;
+    return static_cast<T*>(a.out) + (a.query_start[t.sequence] + row / group) * a.out_token +
+           (t.kv_head * group + row % group) * a.out_head;
+}
+
+// The state of a tile's rows: accumulators [rows][D] (unnormalised), maxima and sums.
+struct Rows {
+    alignas(64) float acc[kMaxRows * 256];
+    float maximum[kMaxRows];
+    float sum[kMaxRows];
+};
+
+// Turns the scores of one row over `keys` keys (a multiple of 16, padded with whatever) into probabilities, in place, and folds
+// the new maximum and sum into the row's state. Returns the factor by which what the row has gathered must shrink.
+static inline float softmax_chunk(float* scores, int keys, float scale, int first, int last, float& maximum, float& sum) {
+    const IVec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    Vec top = splat(kNegative);
+    for (int k = 0; k < keys; k += kLanes) {
+        Vec s = load(scores + k) * scale;
+        if (k < first || k + kLanes - 1 > last) {
+            const IVec index = lane + k;
+            const IVec hidden = (index < first) | (index > last);
+            s = hidden ? splat(-INFINITY) : s;
+        }
+        store(scores + k, s);
+        top = vmax(top, s);
+    }
+    const float new_maximum = std::max(maximum, max_lane(top));
+    Vec total = splat(0.0f);
+    for (int k = 0; k < keys; k += kLanes) {
+        const Vec p = exp_nonpositive(load(scores + k) - new_maximum);
+        store(scores + k, p);
+        total += p;
+    }
+    const float shrink = maximum == new_maximum ? 1.0f : std::exp(maximum - new_maximum);
+    sum = sum * shrink + sum_lanes(total);
+    maximum = new_maximum;
+    return shrink;
+}
+
+// Few rows: keys are widened once, each row takes its dot products token by token and sums sixteen of them at once.
+template <class T, int D>
+static void tile_few_rows(const AttentionArgs& a, const Tile& t, Rows& state) {
+    alignas(64) float wide[kLanes * D];
+    alignas(64) float scores[kMaxRows * kChunk];
+    const int rows = t.rows;
+    for (int begin = t.key_begin; begin < t.key_end; begin += kChunk) {
+        const int keys = std::min(kChunk, t.key_end - begin);
+        const int padded = (keys + kLanes - 1) / kLanes * kLanes;
+        for (int k = 0; k < padded; k += kLanes) {
+            for (int j = 0; j < kLanes; j++) {
+                const T* p = key_row<T>(a, t, begin + std::min(k + j, keys - 1), 0);
+                for (int d = 0; d < D; d += kLanes) store(wide + j * D + d, load(p + d));
+            }
+            for (int r = 0; r < rows; r++) {
+                const T* q = query_row<T>(a, t, t.row + r);
+                Vec query[D / kLanes], partial[kLanes];
+                for (int d = 0; d < D / kLanes; d++) query[d] = load(q + d * kLanes);
+                for (int j = 0; j < kLanes; j++) {
+                    Vec s = query[0] * load(wide + j * D);
+                    for (int d = 1; d < D / kLanes; d++) s += query[d] * load(wide + j * D + d * kLanes);
+                    partial[j] = s;
+                }
+                store(scores + r * kChunk + k, sum_each(partial));
+            }
+        }
+        for (int r = 0; r < rows; r++) {
+            const Visible v = visible(a, t.sequence, t.row + r);
+            const int first = v.first - begin, last = std::min(v.last - begin, keys - 1);
+            float* acc = state.acc + r * D;
+            if (last < 0 || first >= keys) {
+                std::fill(scores + r * kChunk, scores + r * kChunk + padded, 0.0f);
+                continue;
+            }
+            const float shrink =
+                softmax_chunk(scores + r * kChunk, padded, a.scale, first, last, state.maximum[r], state.sum[r]);
+            if (shrink != 1.0f)
+                for (int d = 0; d < D; d += kLanes) store(acc + d, load(acc + d) * shrink);
+        }
+        for (int k = 0; k < padded; k += kLanes) {
+            for (int j = 0; j < kLanes; j++) {
+                const T* p = key_row<T>(a, t, begin + std::min(k + j, keys - 1), 1);
+                for (int d = 0; d < D; d += kLanes) store(wide + j * D + d, load(p + d));
+            }
+            for (int r = 0; r < rows; r++) {
+                float* acc = state.acc + r * D;
+                const float* p = scores + r * kChunk + k;
+                Vec sum[D / kLanes];
+                for (int d = 0; d < D / kLanes; d++) sum[d] = load(acc + d * kLanes);
+                for (int j = 0; j < kLanes; j++)
+                    for (int d = 0; d < D / kLanes; d++) sum[d] += p[j] * load(wide + j * D + d * kLanes);
+                for (int d = 0; d < D / kLanes; d++) store(acc + d * kLanes, sum[d]);
+            }
+        }
+    }
+}
+
+// Many rows: a chunk's keys are transposed to [dim][key] once; six rows share every load of them.
+template <class T, int D>
+static void tile_many_rows(const AttentionArgs& a, const Tile& t, Rows& state) {
+    constexpr int kKeys = 64, kBlock = 6;
+    alignas(64) float keys_t[D * kKeys];
+    alignas(64) float values[kKeys * D];
+    alignas(64) float query[kMaxRows * D];
+    alignas(64) float scores[kMaxRows * kKeys];
+    const int rows = t.rows, padded_rows = (rows + kBlock - 1) / kBlock * kBlock;
+    for (int r = 0; r < padded_rows; r++) {
+        const T* q = query_row<T>(a, t, t.row + std::min(r, rows - 1));
+        for (int d = 0; d < D; d += kLanes) store(query + r * D + d, load(q + d));
+    }
+    for (int begin = t.key_begin; begin < t.key_end; begin += kKeys) {
+        const int keys = std::min(kKeys, t.key_end - begin);
+        for (int j = 0; j < kKeys; j++) {
+            const int key = begin + std::min(j, keys - 1);
+            const T* k = key_row<T>(a, t, key, 0);
+            const T* v = key_row<T>(a, t, key, 1);
+            for (int d = 0; d < D; d += kLanes) {
+                const Vec wide = load(k + d);
+                for (int i = 0; i < kLanes; i++) keys_t[(d + i) * kKeys + j] = wide[i];
+                store(values + j * D + d, load(v + d));
+            }
+        }
+        for (int r = 0; r < padded_rows; r += kBlock) {
+            Vec s[kBlock][kKeys / kLanes] = {};
+            for (int d = 0; d < D; d++) {
+                Vec k[kKeys / kLanes];
+                for (int c = 0; c < kKeys / kLanes; c++) k[c] = load(keys_t + d * kKeys + c * kLanes);
+                for (int i = 0; i < kBlock; i++) {
+                    const float x = query[(r + i) * D + d];
+                    for (int c = 0; c < kKeys / kLanes; c++) s[i][c] += x * k[c];
+                }
+            }
+            for (int i = 0; i < kBlock; i++)
+                for (int c = 0; c < kKeys / kLanes; c++) store(scores + (r + i) * kKeys + c * kLanes, s[i][c]);
+        }
+        for (int r = 0; r < rows; r++) {
+            const Visible v = visible(a, t.sequence, t.row + r);
+            const int first = v.first - begin, last = std::min(v.last - begin, keys - 1);
+            float* acc = state.acc + r * D;
+            if (last < 0 || first >= keys) {
+                std::fill(scores + r * kKeys, scores + (r + 1) * kKeys, 0.0f);
+                continue;
+            }
+            const float shrink = softmax_chunk(scores + r * kKeys, kKeys, a.scale, first, last, state.maximum[r], state.sum[r]);
+            if (shrink != 1.0f)
+                for (int d = 0; d < D; d += kLanes) store(acc + d, load(acc + d) * shrink);
+        }
+        for (int r = 0; r < rows; r += kBlock) {
+            const int block = std::min(kBlock, rows - r);
+            for (int d = 0; d < D; d += 2 * kLanes) {
+                const int wide = std::min(2, (D - d) / kLanes);
+                Vec sum[kBlock][2];
+                for (int i = 0; i < kBlock; i++)
+                    for (int c = 0; c < wide; c++)
+                        sum[i][c] = load(state.acc + (r + std::min(i, block - 1)) * D + d + c * kLanes);
+                for (int j = 0; j < kKeys; j++) {
+                    Vec v[2];
+                    for (int c = 0; c < wide; c++) v[c] = load(values + j * D + d + c * kLanes);
+                    for (int i = 0; i < kBlock; i++) {
+                        const float p = scores[(r + std::min(i, block - 1)) * kKeys + j];
+                        for (int c = 0; c < wide; c++) sum[i][c] += p * v[c];
+                    }
+                }
+                for (int i = 0; i < block; i++)
+                    for (int c = 0; c < wide; c++) store(state.acc + (r + i) * D + d + c * kLanes, sum[i][c]);
+            }
+        }
+    }
+}
+
+}  // namespace turnkeep

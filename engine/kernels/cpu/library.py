@@ -1,0 +1,154 @@
+"""Builds the C++ kernels with the machine's compiler, once per (source, compiler, processor, head dim), and loads them.
+
+A plain shared library called through ctypes, not a torch extension: it needs no torch headers, so that a build takes seconds
+instead of a minute, and stays loadable across torch versions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import weakref
+from pathlib import Path
+
+SOURCES = ("vectors.h", "attention.h", "attention_amx.h", "attention_plan.h", "decoder.h", "library.cpp", "team.h", "tiles.h")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno")
+BUILD_TIMEOUT = 300.0
+
+
+class KernelBuildError(Exception):
+    """The kernels cannot be had on this machine; the message says why, in one sentence."""
+
+
+_pointer, _int64, _int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+
+
+class AttentionArgs(ctypes.Structure):
+    """Mirrors AttentionArgs of attention.h."""
+
+    _fields_ = (
+        *((name, _pointer) for name in ("q", "kv", "out", "query_start", "context_lens", "block_tables")),
+        *((name, _int64) for name in ("q_token", "q_head", "kv_block", "kv_side", "kv_head", "kv_token")),
+        *((name, _int64) for name in ("out_token", "out_head", "table_stride")),
+        ("team", _pointer),
+        *(
+            (name, _int32)
+            for name in ("num_sequences", "num_heads", "num_kv_heads", "head_dim", "block_size", "window", "dtype")
+        ),
+        ("scale", ctypes.c_float),
+    )
+
+
+class Team:
+    """Threads that kernels run on (team.h). One call at a time uses them; others wait for it."""
+
+    def __init__(self, dll: ctypes.CDLL, threads: int) -> None:
+        new, delete = dll.turnkeep_team_new, dll.turnkeep_team_delete
+        new.argtypes, new.restype = (ctypes.c_int,), _pointer
+        delete.argtypes, delete.restype = (_pointer,), None
+        self.threads = threads
+        self.handle = ctypes.c_void_p(new(threads))
+        # Not __del__: at exit the threads must end before the interpreter does.
+        self._finalizer = weakref.finalize(self, delete, self.handle)
+
+    def close(self) -> None:
+        """Ends the threads; idempotent. No call may be running or follow."""
+        self._finalizer()
+
+
+class Library:
+    """The loaded kernels for one head dim."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._dll = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise KernelBuildError(f"the built kernels at {path} cannot be loaded: {error}") from error
+        self._attention = self._dll.turnkeep_attention
+        self._attention.argtypes = (ctypes.POINTER(AttentionArgs),)
+        self._attention.restype = ctypes.c_int
+        self.has_amx = bool(self._dll.turnkeep_init())
+
+    def team(self, threads: int) -> Team:
+        """A new team of `threads` threads, the calling one among them."""
+        return Team(self._dll, threads)
+
+    def attention(self, args: AttentionArgs) -> int:
+        """Runs one attention call; the GIL is released meanwhile. 0 on success."""
+        return int(self._attention(args))
+
+
+@functools.cache
+def _compiler() -> str:
+    for name in ("g++", "c++"):
+        found = shutil.which(name)
+        if found:
+            return found
+    raise KernelBuildError("no C++ compiler is found (g++ or c++)")
+
+
+def _processor() -> str:
+    """What -march=native depends on: the processor's name and its feature flags."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = ("model name", "flags", "Features", "CPU part")
+    first: dict[str, str] = {}
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() in wanted:
+            first.setdefault(key.strip(), value.strip())
+    return repr(sorted(first.items()))
+
+
+def _key(compiler: str, head_dim: int) -> str:
+    digest = hashlib.sha256()
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False, timeout=30).stdout
+    for part in (version, _processor(), " ".join(FLAGS), str(head_dim)):
+        digest.update(part.encode() + b"\x00")
+    for name in SOURCES:
+        digest.update((Path(__file__).parent / name).read_bytes() + b"\x00")
+    return digest.hexdigest()[:24]
+
+
+def load_library(head_dim: int, cache_dir: Path) -> Library:
+    """The kernels for `head_dim` (a multiple of 16 up to 256), built into `cache_dir` when they are not there yet.
+
+    Two processes may build at once: each builds under a name of its own and renames. Raises KernelBuildError.
+    """
+    if head_dim % 16 or not 16 <= head_dim <= 256:
+        raise KernelBuildError(f"head_dim {head_dim} is no multiple of 16 between 16 and 256")
+    compiler = _compiler()
+    target = cache_dir / f"kernels-{_key(compiler, head_dim)}.so"
+    if not target.exists():
+        _build(compiler, head_dim, target)
+    return Library(target)
+
+
+def _build(compiler: str, head_dim: int, target: Path) -> None:
+    source = Path(__file__).parent / "library.cpp"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=target.parent, suffix=".so.part")
+        os.close(handle)
+    except OSError as error:
+        raise KernelBuildError(f"the kernel cache {target.parent} cannot be written: {error}") from error
+    part = Path(name)
+    command = [compiler, *FLAGS, f"-DTURNKEEP_HEAD_DIM={head_dim}", str(source), "-o", str(part)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=BUILD_TIMEOUT)
+        if done.returncode != 0:
+            last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+            raise KernelBuildError(f"{compiler} could not build the kernels: {last[0]}")
+        part.replace(target)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise KernelBuildError(f"{compiler} could not build the kernels: {error}") from error
+    finally:
+        part.unlink(missing_ok=True)

@@ -1,0 +1,130 @@
+// Sixteen floats at a time, in GCC's vector extension: the same source serves AVX-512, AVX2 and NEON; the compiler splits what the
+// machine cannot hold in one register. Storage types (float, bfloat16, float16) are widened on load and narrowed on store.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+namespace turnkeep {
+
+constexpr int kLanes = 16;
+
+typedef float Vec __attribute__((vector_size(64)));
+typedef int32_t IVec __attribute__((vector_size(64)));
+typedef uint32_t UVec __attribute__((vector_size(64)));
+typedef uint16_t HVec __attribute__((vector_size(32)));
+typedef _Float16 FVec __attribute__((vector_size(32)));
+
+struct BFloat16 {
+    uint16_t bits;
+};
+typedef _Float16 Float16;
+
+static inline Vec splat(float x) { return x - (Vec){}; }
+
+static inline Vec load(const float* p) {
+    Vec v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+static inline Vec load(const BFloat16* p) {
+    HVec h;
+    memcpy(&h, p, sizeof h);
+    UVec u = __builtin_convertvector(h, UVec) << 16;
+    Vec v;
+    memcpy(&v, &u, sizeof v);
+    return v;
+}
+
+static inline Vec load(const Float16* p) {
+    FVec h;
+    memcpy(&h, p, sizeof h);
+    return __builtin_convertvector(h, Vec);
+}
+
+static inline void store(float* p, Vec v) { memcpy(p, &v, sizeof v); }
+
+// Round to nearest even, as torch does; NaN stays NaN because its payload bits survive the addition only when quiet, which
+// arithmetic results are.
+static inline HVec to_bf16(Vec v) {
+    UVec u;
+    memcpy(&u, &v, sizeof u);
+    u = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+    return __builtin_convertvector(u, HVec);
+}
+
+static inline void store(BFloat16* p, Vec v) {
+    HVec h = to_bf16(v);
+    memcpy(p, &h, sizeof h);
+}
+
+static inline void store(Float16* p, Vec v) {
+    FVec h = __builtin_convertvector(v, FVec);
+    memcpy(p, &h, sizeof h);
+}
+
+static inline float max_lane(Vec v) {
+    float m = v[0];
+    for (int i = 1; i < kLanes; i++) m = v[i] > m ? v[i] : m;
+    return m;
+}
+
+static inline float sum_lanes(Vec v) {
+    float s = 0;
+    for (int i = 0; i < kLanes; i++) s += v[i];
+    return s;
+}
+
+static inline Vec vmax(Vec a, Vec b) { return a > b ? a : b; }
+
+// e^x for x <= 0, relative error below 2e-7; anything under -87 gives 0 (so minus infinity, a masked score, does too).
+// Cephes' expf: range reduction by ln 2 in two parts, then a polynomial of degree 5.
+static inline Vec exp_nonpositive(Vec x) {
+    const IVec dead = x < splat(-87.0f);
+    x = dead ? splat(0.0f) : x;
+    const Vec scaled = x * 1.44269504088896341f - 0.5f;
+    const IVec n = __builtin_convertvector(scaled, IVec);  // truncates towards zero: round to nearest for x <= 0
+    const Vec nf = __builtin_convertvector(n, Vec);
+    Vec r = x - nf * 0.693359375f;
+    r = r - nf * -2.12194440e-4f;
+    Vec p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    IVec bits = (n + 127) << 23;
+    Vec two_n;
+    memcpy(&two_n, &bits, sizeof two_n);
+    p = p * two_n;
+    return dead ? splat(0.0f) : p;
+}
+
+// Sixteen vectors -> one vector whose lane i is the sum of vector i. Four halving rounds of shuffles and adds.
+static inline Vec sum_each(const Vec* rows) {
+    Vec a[8], b[4], c[2];
+    const IVec lo1 = {0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30};
+    const IVec hi1 = {1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31};
+    for (int i = 0; i < 8; i++) {
+        const Vec x = rows[2 * i], y = rows[2 * i + 1];
+        a[i] = __builtin_shuffle(x, y, lo1) + __builtin_shuffle(x, y, hi1);
+    }
+    const IVec lo2 = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
+    const IVec hi2 = {2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31};
+    for (int i = 0; i < 4; i++) {
+        const Vec x = a[2 * i], y = a[2 * i + 1];
+        b[i] = __builtin_shuffle(x, y, lo2) + __builtin_shuffle(x, y, hi2);
+    }
+    const IVec lo3 = {0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27};
+    const IVec hi3 = {4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31};
+    for (int i = 0; i < 2; i++) {
+        const Vec x = b[2 * i], y = b[2 * i + 1];
+        c[i] = __builtin_shuffle(x, y, lo3) + __builtin_shuffle(x, y, hi3);
+    }
+    const IVec lo4 = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
+    const IVec hi4 = {8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31};
+    return __builtin_shuffle(c[0], c[1], lo4) + __builtin_shuffle(c[0], c[1], hi4);
+}
+
+}  // namespace turnkeep

@@ -1,0 +1,151 @@
+"""The C++ attention kernel against float64: fresh random batches, layouts and shapes, poisoned outputs and neighbours."""
+
+import shutil
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.kernels.cpu.kernel import CpuAttention
+from engine.kernels.cpu.library import KernelBuildError, load_library
+from engine.kernels.interface import AttentionSpec, StepBatch
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler on this machine")
+
+# Relative to the largest value of the answer. bfloat16 holds 8 bits and its probabilities are rounded to it on AMX.
+TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
+
+
+@pytest.fixture(scope="session")
+def cache_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("kernels")
+
+
+def make_batch(sequences, block_size, num_blocks, generator):
+    """sequences: (new tokens, context) pairs. Blocks are handed out in random order; table padding points at block 0."""
+    order = torch.randperm(num_blocks - 1, generator=generator).add_(1).tolist()
+    width = max(-(-context // block_size) for _, context in sequences)
+    tables = torch.zeros(len(sequences), width, dtype=torch.int32)
+    positions, slots = [], []
+    for row, (new, context) in enumerate(sequences):
+        blocks = [order.pop() for _ in range(-(-context // block_size))]
+        tables[row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+        for position in range(context - new, context):
+            positions.append(position)
+            slots.append(blocks[position // block_size] * block_size + position % block_size)
+    starts = [0]
+    for new, _ in sequences:
+        starts.append(starts[-1] + new)
+    contexts = tuple(context for _, context in sequences)
+    return StepBatch(
+        token_ids=torch.zeros(starts[-1], dtype=torch.int64),
+        positions=torch.tensor(positions),
+        slots=torch.tensor(slots),
+        query_start=torch.tensor(starts, dtype=torch.int32),
+        context_lens=torch.tensor(contexts, dtype=torch.int32),
+        block_tables=tables,
+        query_start_list=tuple(starts),
+        context_lens_list=contexts,
+    )
+
+
+def exact(q, kv, spec, batch):
+    """Attention in float64, one sequence at a time."""
+    group = spec.num_heads // spec.num_kv_heads
+    outs = []
+    for row, context in enumerate(batch.context_lens_list):
+        begin, end = batch.query_start_list[row : row + 2]
+        new = end - begin
+        blocks = batch.block_tables[row, : -(-context // kv.shape[3])].long()
+        k, v = kv[blocks].double().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context].repeat_interleave(group, 1)
+        scores = q[begin:end].double().transpose(0, 1) @ k.transpose(1, 2) * spec.scale
+        position, key = torch.arange(context - new, context)[:, None], torch.arange(context)[None]
+        hidden = key > position
+        if spec.window is not None:
+            hidden |= key <= position - spec.window
+        outs.append((scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(outs)
+
+
+sequences = st.lists(
+    st.integers(1, 700).flatmap(lambda context: st.tuples(st.integers(1, min(context, 200)), st.just(context))),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    shape=st.sampled_from([(9, 3, 64), (4, 4, 32), (8, 1, 128), (6, 2, 80), (2, 1, 16), (14, 2, 64)]),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    window=st.sampled_from([None, 1, 5, 100, 257]),
+    block_size=st.sampled_from([16, 4, 7]),
+    threads=st.sampled_from([1, 2, 3]),
+    batch=sequences,
+    seed=st.integers(0, 2**31),
+)
+def test_attention_equals_float64(cache_dir, shape, dtype, window, block_size, threads, batch, seed):
+    heads, kv_heads, dim = shape
+    generator = torch.Generator().manual_seed(seed)
+    num_blocks = sum(-(-context // block_size) for _, context in batch) + 2
+    step = make_batch(batch, block_size, num_blocks, generator)
+    kernel = CpuAttention.build(dim, threads, cache_dir)
+    spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5, window)
+    memory = torch.full((num_blocks, 3, 2, kv_heads, block_size, dim), torch.nan, dtype=dtype)  # block, layer, ...
+    kv = memory[:, 1]
+    for row, context in enumerate(step.context_lens_list):  # what came before is there; everything else stays poison
+        for position in range(context):
+            block = int(step.block_tables[row, position // block_size])
+            kv[block, :, :, position % block_size] = torch.randn(2, kv_heads, dim, generator=generator).to(dtype)
+    q, k, v = (torch.randn(step.num_tokens, h, dim, generator=generator).to(dtype) for h in (heads, kv_heads, kv_heads))
+    kernel.write(kv, k, v, step)
+    out = kernel.attend(q, kv, spec, step)
+    wanted = exact(q, kv, spec, step)
+    assert out.shape == wanted.shape
+    assert torch.isfinite(out).all()
+    assert (out.double() - wanted).abs().max() <= TOLERANCE[dtype] * wanted.abs().max()
+    assert memory[:, [0, 2]].isnan().all(), "another layer was written"
+
+
+def test_write_touches_its_slots_only(cache_dir):
+    step = make_batch([(3, 10), (1, 5)], 4, 8, torch.Generator().manual_seed(1))
+    kv = torch.zeros(8, 2, 2, 4, 16)
+    k, v = torch.randn(4, 2, 16), torch.randn(4, 2, 16)
+    CpuAttention.build(16, 1, cache_dir).write(kv, k, v, step)
+    by_slot = kv.permute(0, 3, 1, 2, 4).reshape(32, 2, 2, 16)
+    assert torch.equal(by_slot[step.slots], torch.stack((k, v), 1))
+    untouched = torch.ones(32, dtype=torch.bool)
+    untouched[step.slots] = False
+    assert not by_slot[untouched].any()
+
+
+def test_a_strided_query_is_read_where_it_lies(cache_dir):
+    step = make_batch([(20, 20)], 16, 3, torch.Generator().manual_seed(1))
+    fused = torch.randn(20, 4 + 2 + 2, 32)
+    kernel, spec = CpuAttention.build(32, 1, cache_dir), AttentionSpec(4, 2, 32, 0.2)
+    kv = torch.zeros(3, 2, 2, 16, 32)
+    kernel.write(kv, fused[:, 4:6], fused[:, 6:], step)
+    assert torch.equal(kernel.attend(fused[:, :4], kv, spec, step), kernel.attend(fused[:, :4].contiguous(), kv, spec, step))
+
+
+def test_mixed_dtypes_are_refused(cache_dir):
+    step = make_batch([(1, 1)], 16, 2, torch.Generator().manual_seed(1))
+    kernel, spec = CpuAttention.build(16, 1, cache_dir), AttentionSpec(1, 1, 16, 1.0)
+    with pytest.raises(ValueError, match="one dtype"):
+        kernel.attend(torch.zeros(1, 1, 16), torch.zeros(2, 2, 1, 16, 16, dtype=torch.bfloat16), spec, step)
+
+
+def test_a_build_is_made_once_and_an_impossible_one_is_a_sentence(tmp_path, monkeypatch):
+    load_library(16, tmp_path)
+    (built,) = tmp_path.iterdir()
+    stamp = built.stat().st_mtime_ns
+    load_library(16, tmp_path)
+    assert [(p, p.stat().st_mtime_ns) for p in tmp_path.iterdir()] == [(built, stamp)]
+    with pytest.raises(KernelBuildError, match="head_dim 20"):
+        load_library(20, tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / built.name).write_bytes(b"not a library")
+    with pytest.raises(KernelBuildError, match="cannot be loaded"):
+        load_library(16, elsewhere)
