@@ -82,10 +82,8 @@ class HermesFormat:
             if answer is not None:
                 return tags.structural_tag(answer)
             return tags.structural_tag(tags.text_without(_BEGIN)) if tools else None
-        call = tags.one_of([self._call(tool) for tool in callable_])
-        calls = call
-        if choice.mode != "named" and choice.parallel:
-            calls = tags.sequence(call, tags.any_number_of(tags.sequence(tags.text("\n" + _BEGIN), call)))
+        one = choice.mode == "named" or not choice.parallel
+        calls = tags.tags_between([self._call(tool) for tool in callable_], separator="\n" + _BEGIN, only_one=one)
         if choice.mode != "auto":
             return tags.structural_tag(tags.sequence(tags.text(_BEGIN), calls))
         if answer is not None:
@@ -95,7 +93,7 @@ class HermesFormat:
     def _call(self, tool: Tool) -> tags.Tag:
         """A call without its begin tag."""
         opening = f'\n{{"name": {_json(tool.name)}, "arguments": '
-        return tags.sequence(tags.text(opening), tags.arguments_of(tool, self._limits), tags.text("}\n" + _END))
+        return tags.tag(opening, tags.arguments_of(tool, self._limits), "}\n" + _END)
 
     def parser(self, tools: Sequence[Tool], choice: ToolChoice, call_id: Callable[[], str]) -> StreamParser:
         """Text is never read as a call under choice none, nor is the name of a tool the choice does not allow."""

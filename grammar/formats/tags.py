@@ -35,9 +35,20 @@ def one_of(elements: Sequence[Tag]) -> Tag:
     return elements[0] if len(elements) == 1 else {"type": "or", "elements": list(elements)}
 
 
-def any_number_of(element: Tag) -> Tag:
-    """None, one or more."""
-    return {"type": "star", "content": element}
+def tag(begin: str, content: Tag, end: str) -> Tag:
+    """Content between two texts."""
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def tags_between(elements: Sequence[Tag], *, separator: str, only_one: bool) -> Tag:
+    """One or more of these `tag`s (or exactly one), with the separator between them and nothing else."""
+    return {
+        "type": "tags_with_separator",
+        "tags": list(elements),
+        "separator": separator,
+        "at_least_one": True,
+        "stop_after_first": only_one,
+    }
 
 
 def text_without(*excluded: str) -> Tag:
