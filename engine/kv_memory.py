@@ -103,6 +103,7 @@ def _largest_step_bytes(config: EngineConfig, model: LoadedModel, kernel: Attent
     rows = min(config.max_num_seqs, tokens)
     states = [SamplingState(params, empty, 0, 0, ()) for _ in range(rows)]
 
+    @torch.inference_mode()
     def step() -> None:
         logits = runner.run(batch, range(rows))
         if logits is not None:
