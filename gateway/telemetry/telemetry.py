@@ -2,25 +2,75 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from gateway.telemetry.config import TelemetryConfig
+from gateway.telemetry.context import trace_context
+from gateway.telemetry.failures import classify
+from gateway.telemetry.metrics import GatewayMetrics
+from gateway.telemetry.names import turn_attributes
 from gateway.turn import Receipt, Turn
 from gateway.workers.views import WorkerView
+
+if TYPE_CHECKING:
+    from gateway.telemetry.spans import OpenSpan, Tracing
 
 Operation = Literal["chat", "text_completion"]
 
 
-class TurnSpan(Protocol):
-    """One turn from its arrival to its end. Exactly one of `finished` and `failed` ends it; later calls do nothing."""
+class TurnSpan:
+    """One turn from its arrival to its end. The first of `finished` and `failed` ends it; later calls do nothing."""
+
+    def __init__(
+        self,
+        metrics: GatewayMetrics,
+        operation: Operation,
+        turn: Turn,
+        carrier: dict[str, str],
+        span: OpenSpan | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._metrics = metrics
+        self._operation = operation
+        self._model = metrics.model_label(turn.model)
+        self._carrier = carrier
+        self._span = span
+        self._clock = clock
+        self._began = clock()
+        self._first_token: float | None = None
+        self._matched_tokens = 0
+        self._ended = False
+        metrics.in_flight.inc()
 
     def trace_headers(self) -> dict[str, str]:
         """W3C headers to send to the worker: this span as parent, or the caller's context when spans are off."""
+        return dict(self._carrier) if self._span is None else self._span.headers()
 
-    def dispatched(self, receipt: Receipt) -> None: ...
+    def dispatched(self, receipt: Receipt) -> None:
+        """A prompt of the turn was accepted by a worker."""
+        self._metrics.routes.labels(receipt.reason).inc()
+        self._matched_tokens += receipt.matched_tokens
+        if self._span is not None:
+            placed: dict[str, str | int] = {
+                "turnkeep.replica": receipt.worker,
+                "turnkeep.route.reason": receipt.reason,
+                "turnkeep.route.matched_tokens": receipt.matched_tokens,
+                "turnkeep.route.candidates": receipt.candidates,
+            }
+            self._span.set(placed)
+            self._span.event("turnkeep.dispatched", placed)
 
-    def first_token(self) -> None: ...
+    def first_token(self) -> None:
+        """The first token has come; later calls do nothing."""
+        if self._first_token is None and not self._ended:
+            self._first_token = self._clock()
+            seconds = self._first_token - self._began
+            self._metrics.first_token.labels(self._operation, self._model).observe(seconds)
+            if self._span is not None:
+                self._span.set({"gen_ai.response.time_to_first_chunk": seconds})
+                self._span.event("gen_ai.first_token", {})
 
     def finished(
         self,
@@ -31,11 +81,48 @@ class TurnSpan(Protocol):
         prompt_tokens: int,
         cached_tokens: int,
         completion_tokens: int,
-    ) -> None: ...
+    ) -> None:
+        """The turn was answered. Tokens are summed over its prompts and choices."""
+        if self._ended:
+            return
+        metrics, model = self._metrics, self._model
+        metrics.prompt_tokens.labels(model).inc(prompt_tokens)
+        metrics.cached_tokens.labels(model).inc(cached_tokens)
+        metrics.promised_tokens.labels(model).inc(self._matched_tokens)
+        metrics.completion_tokens.labels(model).inc(completion_tokens)
+        if self._first_token is not None and completion_tokens > 1:
+            seconds = (self._clock() - self._first_token) / (completion_tokens - 1)
+            metrics.per_token.labels(self._operation, model).observe(seconds)
+        if self._span is not None:
+            self._span.set(
+                {
+                    "gen_ai.response.id": response_id,
+                    "gen_ai.response.model": response_model,
+                    "gen_ai.response.finish_reasons": list(finish_reasons),
+                    "gen_ai.usage.input_tokens": prompt_tokens,
+                    "gen_ai.usage.output_tokens": completion_tokens,
+                    "gen_ai.usage.cache_read.input_tokens": cached_tokens,
+                }
+            )
+        self._end(200, None)
 
     def failed(self, error: BaseException) -> None:
         """The turn ended without an answer: a TurnError (its status and code are recorded), a disconnect
         (asyncio.CancelledError: status 499), or an unforeseen error (500)."""
+        if self._ended:
+            return
+        status, kind = classify(error)
+        if self._span is not None:
+            self._span.set({"error.type": kind, "http.response.status_code": status})
+        self._end(status, f"{kind}: {error}" if status >= 500 else None)
+
+    def _end(self, status: int, failure: str | None) -> None:
+        self._ended = True
+        self._metrics.in_flight.dec()
+        self._metrics.turns.labels(self._operation, self._model, str(status)).inc()
+        self._metrics.duration.labels(self._operation, self._model).observe(self._clock() - self._began)
+        if self._span is not None:
+            self._span.end(failure)
 
 
 class Telemetry:
@@ -43,21 +130,39 @@ class Telemetry:
 
     METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-    def __init__(self, config: TelemetryConfig | None = None) -> None: ...
+    def __init__(self, config: TelemetryConfig | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config = config if config is not None else TelemetryConfig()
+        self._clock = clock
+        self.metrics = GatewayMetrics()
+        self._tracing: Tracing | None = None
+        if self._config.otlp_url is not None:
+            # Costs a third of a second and ten megabytes, which nobody without a collector should pay.
+            from gateway.telemetry.spans import Tracing
+
+            spans = self.metrics.spans
+            self._tracing = Tracing(self._config, lambda result, count: spans.labels(result).inc(count))
 
     def start_turn(self, operation: Operation, turn: Turn, headers: Mapping[str, str]) -> TurnSpan:
         """`headers`: of the client's request; traceparent and tracestate are honoured."""
-        raise NotImplementedError
-
-    def render_metrics(self) -> bytes:
-        raise NotImplementedError
+        carrier = trace_context(headers)
+        span = None
+        if self._tracing is not None:
+            span = self._tracing.start(f"{operation} {turn.model}", carrier, turn_attributes(operation, turn))
+        return TurnSpan(self.metrics, operation, turn, carrier, span, self._clock)
 
     def watch_pool(self, workers: Callable[[], Sequence[WorkerView]]) -> None:
-        """Where the metrics find the workers."""
+        """Where the metrics find the workers. Call once."""
+        self.metrics.watch_pool(workers)
 
     def worker_failed(self, worker: str) -> None:
         """A worker failed a request before its first chunk."""
+        self.metrics.worker_failures.labels(self.metrics.worker_label(worker)).inc()
+
+    def render_metrics(self) -> bytes:
+        """What /metrics answers, as METRICS_CONTENT_TYPE."""
+        return self.metrics.render()
 
     async def aclose(self) -> None:
         """Sends what is queued, for a few seconds at most."""
-        raise NotImplementedError
+        if self._tracing is not None:
+            await self._tracing.aclose()

@@ -1,0 +1,116 @@
+"""The gateway's Prometheus metrics. Labels are bounded: no session, tenant or request ever becomes one."""
+
+from __future__ import annotations
+
+from collections import Counter as Count
+from collections.abc import Callable, Iterable, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from gateway.workers.views import WorkerView
+
+# Buckets of gen_ai.server.request.duration, .time_to_first_token and .time_per_output_token, in seconds.
+DURATION_BUCKETS = tuple(0.01 * 2**power for power in range(14))
+FIRST_TOKEN_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+PER_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+
+_MAX_MODELS = 64
+_MAX_WORKERS = 1024
+_STATES = ("starting", "ready", "down", "mismatched")
+
+
+class GatewayMetrics:
+    """Counters and histograms of turns in a registry of their own; workers are looked at when somebody scrapes."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        prefix = "turnkeep_gateway_"
+
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(prefix + name, text, ("operation", "model"), buckets=buckets, registry=self.registry)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(prefix + name, text, labels, registry=self.registry)
+
+        self.duration = histogram("request_duration_seconds", "Turns from arrival to the last byte", DURATION_BUCKETS)
+        self.first_token = histogram(
+            "time_to_first_token_seconds", "Turns from arrival to the first token", FIRST_TOKEN_BUCKETS
+        )
+        self.per_token = histogram(
+            "time_per_output_token_seconds", "Time after the first token, divided by the tokens after it", PER_TOKEN_BUCKETS
+        )
+        self.turns = counter("turns", "Turns that ended, by HTTP status (499: the client left)", "operation", "model", "status")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of answered turns, cached ones included", "model")
+        self.cached_tokens = counter("cached_tokens", "Prompt tokens that a worker found in its cache", "model")
+        self.promised_tokens = counter(
+            "promised_tokens", "Prompt tokens that the index expected a worker to find in its cache", "model"
+        )
+        self.completion_tokens = counter("completion_tokens", "Generated tokens of answered turns", "model")
+        self.routes = counter("routes", "Prompts placed on a worker, by what decided", "reason")
+        self.worker_failures = counter(
+            "worker_failures", "Requests that a worker failed before its first chunk; they were tried elsewhere", "worker"
+        )
+        self.spans = counter("spans", "Spans handed to the OTLP exporter, by result", "result")
+        self.in_flight = Gauge(prefix + "turns_in_flight", "Turns that have arrived and not ended", registry=self.registry)
+        self._models: set[str] = set()
+        self._workers: set[str] = set()
+        ProcessCollector(registry=self.registry)
+
+    def model_label(self, model: str) -> str:
+        """The label of a model; beyond a few dozen names they are all "other"."""
+        return _bounded(self._models, model, _MAX_MODELS)
+
+    def worker_label(self, worker: str) -> str:
+        """The same for worker names, which come and go with autoscaling."""
+        return _bounded(self._workers, worker, _MAX_WORKERS)
+
+    def watch_pool(self, workers: Callable[[], Sequence[WorkerView]]) -> None:
+        """Where to find the workers when somebody scrapes. Call once."""
+        self.registry.register(_PoolCollector(workers))
+
+    def render(self) -> bytes:
+        """The text exposition."""
+        return generate_latest(self.registry)
+
+
+class _PoolCollector(Collector):
+    def __init__(self, workers: Callable[[], Sequence[WorkerView]]) -> None:
+        self._workers = workers
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: registering must not ask a pool that is still being built."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        prefix = "turnkeep_gateway_"
+        views = self._workers()
+        states = GaugeMetricFamily(prefix + "workers", "Workers by state", labels=("state",))
+        count = Count(view.state for view in views)
+        for state in _STATES:
+            states.add_metric((state,), count[state])
+        yield states
+        measures: tuple[tuple[str, str, Callable[[WorkerView], float | None]], ...] = (
+            ("worker_up", "1 when the worker is ready", lambda view: float(view.state == "ready")),
+            ("worker_in_flight", "Requests this gateway has in flight there", lambda view: view.in_flight),
+            ("worker_queued_tokens", "Prompt tokens sent there and not yet computed", lambda view: view.queued_tokens),
+            ("index_blocks", "Blocks the residency index knows of the worker", lambda view: view.indexed_blocks),
+            ("events_lag_seconds", "Time since the worker's KV events were last heard of", lambda view: view.events_lag),
+        )
+        for name, text, measure in measures:
+            family = GaugeMetricFamily(prefix + name, text, labels=("worker",))
+            for view in views:
+                value = measure(view)
+                if value is not None:
+                    family.add_metric((view.name,), value)
+            yield family
+
+
+def _bounded(known: set[str], name: str, limit: int) -> str:
+    if name in known:
+        return name
+    if len(known) >= limit:
+        return "other"
+    known.add(name)
+    return name
