@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import torch
+import xgrammar
 
 from grammar.limits import DEFAULT_LIMITS, GrammarLimits
+from grammar.lowering import error_text, lower, parse_source
+from grammar.probe import Prober
+from grammar.tools import GrammarRefused
+from grammar.vocabulary import read_vocabulary
+
+_REFUSAL_BYTES = 1024
+"""What a remembered refusal counts for in the cache."""
 
 
 def allocate_bitmask(rows: int, vocab_size: int) -> torch.Tensor:
@@ -15,44 +29,103 @@ def allocate_bitmask(rows: int, vocab_size: int) -> torch.Tensor:
     return torch.full((rows, (vocab_size + 31) // 32), -1, dtype=torch.int32)
 
 
+def tokenizer_info(tokenizer_json: Path | str, vocab_size: int, stop_token_ids: Sequence[int]) -> xgrammar.TokenizerInfo:
+    """XGrammar's view of a tokenizer.json, as `TokenizerInfo.from_huggingface` makes it, but with special tokens as none.
+
+    `vocab_size` is the logits' width; ids without a token are never allowed.
+    """
+    vocabulary = read_vocabulary(tokenizer_json, vocab_size, stop_token_ids)
+    metadata = xgrammar.TokenizerInfo._detect_metadata_from_hf(vocabulary.backend)
+    return xgrammar.TokenizerInfo(
+        vocabulary.tokens,
+        vocab_type=metadata["vocab_type"],
+        vocab_size=vocab_size,
+        stop_token_ids=list(vocabulary.stop_token_ids),
+        add_prefix_space=metadata["add_prefix_space"],
+    )
+
+
+def raw_compile(source: str, info: xgrammar.TokenizerInfo, limits: GrammarLimits) -> xgrammar.CompiledGrammar:
+    """Lowers and compiles one source with a compiler of its own: what a probe tries."""
+    parsed = parse_source(source, limits)
+    compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+    return compiler.compile_structural_tag(lower(parsed, _to_ebnf))
+
+
+def _to_ebnf(schema: dict[str, Any] | bool) -> str:
+    grammar = xgrammar.Grammar.from_json_schema(
+        json.dumps(schema, ensure_ascii=False), any_whitespace=False, separators=(", ", ": "), strict_mode=True
+    )
+    return str(grammar)
+
+
 class GrammarMatcher:
     """Where one generation stands in its grammar. Not thread-safe."""
 
+    __slots__ = ("_matcher", "_textless")
+
+    def __init__(self, matcher: xgrammar.GrammarMatcher, textless: frozenset[int]) -> None:
+        self._matcher = matcher
+        self._textless = textless
+
     def fill_bitmask(self, bitmask: torch.Tensor, row: int) -> None:
-        """Writes which tokens may come next into row `row` of an `allocate_bitmask` tensor."""
-        raise NotImplementedError
+        """Writes which tokens may come next into row `row` of an `allocate_bitmask` tensor.
+
+        Once the grammar is terminated, that is every stop token: nothing else may follow.
+        """
+        if self._matcher.is_terminated():
+            bitmask[row].zero_()
+            for token_id in self._matcher.stop_token_ids:
+                bit = 1 << (token_id % 32)
+                bitmask[row, token_id // 32] |= bit - (1 << 32) if token_id % 32 == 31 else bit
+            return
+        self._matcher.fill_next_token_bitmask(bitmask, row)
 
     def accept(self, token_id: int) -> bool:
         """Advances by one token. False, with the state unchanged, when the grammar does not allow it."""
-        raise NotImplementedError
+        if token_id in self._textless or self._matcher.is_terminated():
+            return False
+        return bool(self._matcher.accept_token(token_id))
 
     def is_terminated(self) -> bool:
         """True once a stop token was accepted: nothing may follow."""
-        raise NotImplementedError
+        return bool(self._matcher.is_terminated())
+
+    def is_completed(self) -> bool:
+        """True where the generation may end: what was accepted is a whole text of the grammar."""
+        return bool(self._matcher.is_completed())
 
     def fork(self) -> GrammarMatcher:
         """An independent copy that stands at the same place (n > 1)."""
-        raise NotImplementedError
+        return GrammarMatcher(self._matcher.fork(), self._textless)
 
 
 class CompiledGrammar:
     """A compiled grammar: immutable, shared between requests and threads."""
 
+    __slots__ = ("_compiled", "_textless")
+
+    def __init__(self, compiled: xgrammar.CompiledGrammar, textless: frozenset[int]) -> None:
+        self._compiled = compiled
+        self._textless = textless
+
     @property
     def memory_bytes(self) -> int:
         """About how much memory it holds."""
-        raise NotImplementedError
+        return int(self._compiled.memory_size_bytes)
 
     def matcher(self) -> GrammarMatcher:
         """A matcher at the start of the grammar."""
-        raise NotImplementedError
+        return GrammarMatcher(xgrammar.GrammarMatcher(self._compiled), self._textless)
 
 
 class GrammarCompiler:
     """Compiles structural tags for one tokenizer, each source once, within limits. Thread-safe.
 
     `vocab_size` is the width of the model's logits, which may exceed the tokenizer's size; `stop_token_ids` end a
-    generation and are allowed only where the grammar is complete.
+    generation and are allowed only where the grammar is complete. Compiled grammars and refusals are kept, least recently
+    used first out, up to `limits.cache_entries` and `limits.cache_bytes`; XGrammar keeps parts that grammars share in as
+    many bytes again.
     """
 
     def __init__(
@@ -63,13 +136,79 @@ class GrammarCompiler:
         limits: GrammarLimits = DEFAULT_LIMITS,
     ) -> None:
         self._limits = limits
+        info = tokenizer_info(tokenizer_json_path, vocab_size, stop_token_ids)
+        self._textless = frozenset(info.special_token_ids) - frozenset(info.stop_token_ids)
+        self._compiler = xgrammar.GrammarCompiler(
+            info, max_threads=limits.compile_threads, cache_enabled=True, cache_limit_bytes=limits.cache_bytes
+        )
+        self._prober = Prober(tokenizer_json_path, vocab_size, tuple(info.stop_token_ids), limits)
+        self._lock = threading.Lock()
+        self._known: OrderedDict[bytes, CompiledGrammar | GrammarRefused] = OrderedDict()
+        self._known_bytes = 0
+        self._running: dict[bytes, Future[CompiledGrammar | GrammarRefused]] = {}
 
     def compile(self, source: str) -> CompiledGrammar:
         """The compiled grammar of a structural tag's JSON text, from the cache where it was compiled before.
 
-        Raises GrammarRefused when the source is not a structural tag, is over the limits, or takes too long.
+        Raises GrammarRefused when the source is not a structural tag, is over the limits, or takes too long. Whoever asks
+        for a source that is being compiled waits for that one compilation.
         """
-        raise NotImplementedError
+        key = hashlib.blake2b(source.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        with self._lock:
+            known = self._known.get(key)
+            if known is not None:
+                self._known.move_to_end(key)
+                return _answer(known)
+            running = self._running.get(key)
+            if running is None:
+                mine: Future[CompiledGrammar | GrammarRefused] = Future()
+                self._running[key] = mine
+        if running is not None:
+            return _answer(running.result())
+        try:
+            outcome = self._attempt(source)
+        except BaseException as error:
+            with self._lock:
+                del self._running[key]
+            mine.set_exception(error)
+            raise
+        with self._lock:
+            del self._running[key]
+            self._remember(key, outcome)
+        mine.set_result(outcome)
+        return _answer(outcome)
+
+    def _attempt(self, source: str) -> CompiledGrammar | GrammarRefused:
+        try:
+            parsed = parse_source(source, self._limits)
+            if parsed.milliseconds > self._limits.cheap_milliseconds:
+                problem = self._prober.problem_with(source)
+                if problem is not None:
+                    return GrammarRefused(f"The grammar {problem}.")
+            compiled = self._compiler.compile_structural_tag(lower(parsed, _to_ebnf))
+        except GrammarRefused as refused:
+            return refused
+        except RuntimeError as error:
+            return GrammarRefused(f"The grammar cannot be compiled: {error_text(error)}.")
+        return CompiledGrammar(compiled, self._textless)
+
+    def _remember(self, key: bytes, outcome: CompiledGrammar | GrammarRefused) -> None:
+        self._known[key] = outcome
+        self._known_bytes += _size(outcome)
+        while len(self._known) > self._limits.cache_entries or self._known_bytes > self._limits.cache_bytes:
+            _, dropped = self._known.popitem(last=False)
+            self._known_bytes -= _size(dropped)
 
     def close(self) -> None:
         """Ends the probe process, if one was started. Idempotent."""
+        self._prober.close()
+
+
+def _answer(outcome: CompiledGrammar | GrammarRefused) -> CompiledGrammar:
+    if isinstance(outcome, GrammarRefused):
+        raise GrammarRefused(outcome.message, tool=outcome.tool, pointer=outcome.pointer)
+    return outcome
+
+
+def _size(outcome: CompiledGrammar | GrammarRefused) -> int:
+    return outcome.memory_bytes if isinstance(outcome, CompiledGrammar) else _REFUSAL_BYTES

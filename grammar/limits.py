@@ -27,13 +27,19 @@ class GrammarLimits:
     max_count: int = 2_147_483_647
     """minLength, minItems and the like; XGrammar's own bound."""
 
+    max_compile_milliseconds: float = 30_000.0
+    """Estimated compile time (grammar.schemas.cost) above which a schema is refused without trying."""
+
     max_source_bytes: int = 8 << 20
-    cheap_milliseconds: float = 2_000.0
+    cheap_milliseconds: float = 3_000.0
     """Estimated compile time up to which a source is compiled in process, without a probe."""
-    probe_deadline_seconds: float = 10.0
+    probe_deadline_seconds: float = 5.0
     probe_memory_bytes: int = 4 << 30
+    max_probes: int = 2
+    """Probes that run at the same time; others wait for their turn."""
     cache_entries: int = 256
     cache_bytes: int = 512 << 20
+    compile_threads: int = 2
 
 
 DEFAULT_LIMITS = GrammarLimits()

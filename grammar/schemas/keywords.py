@@ -32,7 +32,14 @@ _FAMILIES = {
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 }
 _INT64 = 2**63 - 1
-_UNUSABLE_WITH_ANCHORS = ("^.*.*$", "^.*$")
+_ANYTHING = ("^.*.*$", "^.*$")
+_FORMATS = frozenset(
+    (
+        *("email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri", "uri-reference"),
+        *("uri-template", "json-pointer", "relative-json-pointer"),
+    )
+)
+"""The formats XGrammar 0.2.9 enforces."""
 
 
 def types_of(schema: dict[str, Any], context: Context, path: Path) -> list[str]:
@@ -86,18 +93,15 @@ def _has_type(value: object, types: list[str]) -> bool:
 
 
 def string(schema: dict[str, Any], context: Context, path: Path) -> dict[str, Any]:
-    """Length limits, pattern and format."""
-    out = _counts(schema, "minLength", "maxLength", context, path)
+    """Length limits, pattern or format: XGrammar enforces one of the three, the most telling one stays."""
+    lengths = _counts(schema, "minLength", "maxLength", context, path)
     if "pattern" in schema:
-        out.update(_pattern(schema["pattern"], context, (*path, "pattern")))
-    if isinstance(schema.get("format"), str):
-        out["format"] = schema["format"]
-    return out
-
-
-def _pattern(value: object, context: Context, path: Path) -> dict[str, str]:
-    text = checked_pattern(value, context, path)
-    return {} if text in _UNUSABLE_WITH_ANCHORS else {"pattern": text}
+        text = checked_pattern(schema["pattern"], context, (*path, "pattern"))
+        if text not in _ANYTHING:
+            return {"pattern": text}
+    if schema.get("format") in _FORMATS:
+        return {"format": schema["format"]}
+    return lengths
 
 
 def checked_pattern(value: object, context: Context, path: Path) -> str:

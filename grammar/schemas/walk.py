@@ -8,6 +8,7 @@ import msgspec
 
 from grammar.schemas import keywords
 from grammar.schemas.context import Context, Path, kind_of
+from grammar.schemas.cost import estimated_milliseconds
 from grammar.schemas.finite import can_end
 from grammar.schemas.merge import Schema, merge
 from grammar.schemas.references import References, constraints_beside
@@ -64,6 +65,9 @@ class _Walk:
             prepared = {**prepared, "$defs": definitions}
         if not can_end(prepared):
             self._context.refuse("requires itself without end, so no finite value fits", ())
+        if estimated_milliseconds(prepared) > self._context.limits.max_compile_milliseconds:
+            what = "would take too long to compile; send fewer optional properties, enum values or pattern repetitions"
+            self._context.refuse(what, ())
         return prepared
 
     def _as_object(self, root: dict[str, Any]) -> Schema:
@@ -95,7 +99,7 @@ class _Walk:
         for key in _COMBINATORS:
             if key in combined:
                 branches = [visit(branch, (*path, key, i)) for i, branch in enumerate(combined[key])]
-                return _alternatives(key, branches)
+                return _alternatives(branches)
         return self._plain(combined, path, visit)
 
     def _plain(self, schema: dict[str, Any], path: Path, visit: keywords.Visit) -> Schema:
@@ -188,11 +192,12 @@ class _Walk:
         return branches
 
 
-def _alternatives(key: str, branches: list[Schema]) -> Schema:
+def _alternatives(branches: list[Schema]) -> Schema:
+    """oneOf comes out as anyOf, which is what XGrammar makes of it."""
     possible = [branch for branch in branches if branch is not False]
     if not possible:
         return False
-    return possible[0] if len(possible) == 1 else {key: possible}
+    return possible[0] if len(possible) == 1 else {"anyOf": possible}
 
 
 def _without_nullable(schema: dict[str, Any]) -> dict[str, Any]:

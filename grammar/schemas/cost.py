@@ -1,0 +1,64 @@
+"""About how long XGrammar 0.2.9 takes to compile a prepared schema, from its shape alone.
+
+The formulas follow measurements with a vocabulary of 49k tokens on one core of a server CPU; they lean to the high side. What
+grows fastest: optional properties of one object (quadratic), a least or most number of them (to the fourth), counted
+repetition in patterns, enums of thousands of values, depth.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grammar.pattern import examine_pattern
+
+_PER_NODE = 1.0
+_PER_NUMBER_RANGE = 15.0
+
+
+def estimated_milliseconds(schema: dict[str, Any] | bool) -> float:
+    """The cost of a schema as `grammar.schema` returns it, with its definitions."""
+    total = 0.0
+    stack: list[tuple[Any, int]] = [(schema, 0)]
+    while stack:
+        node, depth = stack.pop()
+        if not isinstance(node, dict):
+            continue
+        total += _PER_NODE + depth / 10 + _own(node)
+        for key in ("properties", "patternProperties", "$defs"):
+            stack.extend((child, depth + 1) for child in node.get(key, {}).values())
+        for key in ("anyOf", "prefixItems"):
+            stack.extend((child, depth + 1) for child in node.get(key, ()))
+        stack.extend((node[key], depth + 1) for key in ("items", "additionalProperties", "propertyNames") if key in node)
+    return total
+
+
+def _own(node: dict[str, Any]) -> float:
+    cost = 0.0
+    if "enum" in node or "const" in node:
+        values = node.get("enum", [node.get("const")])
+        characters = sum(len(value) if isinstance(value, str) else 8 for value in values)
+        cost += len(values) / 30 + (characters / 1000) ** 2 / 8
+    if "pattern" in node:
+        cost += _pattern(node["pattern"])
+    for pattern in node.get("patternProperties", ()):
+        cost += _pattern(pattern)
+    if "minLength" in node or "maxLength" in node or "format" in node:
+        cost += 2.0
+    if any(key.endswith("imum") for key in node):
+        cost += _PER_NUMBER_RANGE
+    if "multipleOf" in node:
+        cost += min(float(node["multipleOf"]), 1000.0) ** 2 / 5000
+    properties = node.get("properties", {})
+    optional = len(properties) - sum(1 for name in node.get("required", ()) if name in properties)
+    cost += optional**2 / 300 + (sum(map(len, properties)) / 1000) ** 2 / 8
+    if node.get("additionalProperties"):
+        cost += len(properties) ** 2 / 15
+    counted = min(max(node.get("minProperties", 0), node.get("maxProperties", 0)), len(properties))
+    if counted and optional:
+        cost += (counted * optional) ** 2 / 40
+    return cost
+
+
+def _pattern(pattern: str) -> float:
+    size = examine_pattern(pattern).size
+    return 1.0 + 4.5 * min(size, 128) + size**2 / 1000
