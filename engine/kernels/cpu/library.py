@@ -73,11 +73,29 @@ class Library:
         self._attention = self._dll.turnkeep_attention
         self._attention.argtypes = (ctypes.POINTER(AttentionArgs),)
         self._attention.restype = ctypes.c_int
+        self._packed_size = self._dll.turnkeep_packed_size
+        self._packed_size.argtypes, self._packed_size.restype = (_int64, _int64), _int64
+        self._pack = self._dll.turnkeep_pack
+        self._pack.argtypes, self._pack.restype = (_pointer, _int64, _int64, ctypes.c_int, _pointer), None
+        self._forward = self._dll.turnkeep_forward
+        self._forward.argtypes, self._forward.restype = (_pointer,), ctypes.c_int
         self.has_amx = bool(self._dll.turnkeep_init())
 
     def team(self, threads: int) -> Team:
         """A new team of `threads` threads, the calling one among them."""
         return Team(self._dll, threads)
+
+    def packed_size(self, rows: int, columns: int) -> int:
+        """Elements that a packed matrix takes."""
+        return int(self._packed_size(rows, columns))
+
+    def pack(self, weight: int, rows: int, columns: int, paired: bool, packed: int) -> None:
+        """Packs the row-major bfloat16 matrix at address `weight` into `packed` (decoder.h says how)."""
+        self._pack(weight, rows, columns, int(paired), packed)
+
+    def forward(self, args: ctypes.Structure) -> int:
+        """Runs one forward pass (ForwardArgs of decoder.h); the GIL is released meanwhile. 0 on success."""
+        return int(self._forward(ctypes.byref(args)))
 
     def attention(self, args: AttentionArgs) -> int:
         """Runs one attention call; the GIL is released meanwhile. 0 on success."""
