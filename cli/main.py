@@ -51,3 +51,7 @@ def cli() -> None:
 def main() -> None:
     """Entry point of the `turnkeep` script."""
     cli(auto_envvar_prefix="TURNKEEP")
+
+
+if __name__ == "__main__":
+    main()
