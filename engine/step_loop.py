@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from engine.core import EngineCore, RequestRefused
 from engine.server.stream import RequestStream
-from gateway.workers.protocol import Chunk, Done, Failed, WorkerStats
+from gateway.workers.protocol import Chunk, Done, Failed, Tokens, WorkerStats
 from prefix_cache.events import KVEvent
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,8 @@ class StepListener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FailurePolicy:
-    """More than `max_step_failures` steps that raise within `window` seconds mean that the engine is broken."""
+    """More than `max_step_failures` failed steps within `window` seconds, none between them that gave a token, mean that the
+    engine is broken. A step has failed when it raised, or when the engine says so of the requests in it (`engine_error`)."""
 
     max_step_failures: int = 3
     window: float = 60.0
@@ -200,12 +201,19 @@ class StepLoop:
         at = time.monotonic()
         self._step_seconds += at - began
         addressed = []
+        failed = gave_tokens = False
         for request_id, chunk in produced:
             ends = isinstance(chunk, Done | Failed)
+            failed = failed or (isinstance(chunk, Failed) and chunk.code == "engine_error")
+            gave_tokens = gave_tokens or isinstance(chunk, Tokens)
             stream = self._active.pop(request_id, None) if ends else self._active.get(request_id)
             if stream is not None:
                 addressed.append((stream, chunk))
         self.tell(functools.partial(self._listener.on_step, addressed, at))
+        if gave_tokens:
+            self._failures.clear()
+        elif failed:
+            self._count_failure()
 
     def _recover(self) -> None:
         """After a step that raised: fails what was running. Raises when the engine cannot be trusted any more."""
@@ -214,6 +222,9 @@ class StepLoop:
             self.abort(stream.request_id)
         self.tell(functools.partial(self._listener.on_lost, lost))
         self._core.check_integrity()
+        self._count_failure()
+
+    def _count_failure(self) -> None:
         now = time.monotonic()
         self._failures.append(now)
         if len(self._failures) > self._policy.max_step_failures and now - self._failures[0] <= self._policy.window:

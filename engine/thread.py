@@ -14,7 +14,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -62,13 +62,13 @@ class EngineThreadConfig:
     """`max_requests`: requests in flight, those that wait among them; one more is refused with `queue_full`.
 
     `prepare_threads` prepare plain requests, and as many others those with a grammar, so that no schema delays a plain one.
-    A step longer than `hang_seconds` makes the health check fail. `debug_integrity` checks the books whenever the engine
+    A step longer than `hang_seconds` counts as the engine's end. `debug_integrity` checks the books whenever the engine
     becomes idle.
     """
 
     max_requests: int = 1024
     prepare_threads: int = 2
-    hang_seconds: float = 300.0
+    hang_seconds: float = 900.0
     failures: FailurePolicy = field(default_factory=FailurePolicy)
     debug_integrity: bool = False
     event_batches: int = DEFAULT_BATCHES
@@ -121,11 +121,13 @@ class EngineThread:
         self._accepting = True
         self._steps.start()
 
-    async def submit(self, request: GenerateRequest, arrived: float | None = None) -> RequestStream:
+    async def submit(
+        self, request: GenerateRequest, arrived: float | None = None, trace_headers: Mapping[str, str] | None = None
+    ) -> RequestStream:
         """Checks a request and queues it. The stream's chunks come as steps produce them.
 
         Raises RequestRefused for one that cannot be served as it is, Unavailable when none can be taken now. `arrived`:
-        when it came, on the monotonic clock.
+        when it came, on the monotonic clock; `trace_headers`: its W3C trace context.
         """
         self.check_available()
         request_id = request.request_id
@@ -136,7 +138,7 @@ class EngineThread:
                 "request_id",
             )
         arrived = time.monotonic() if arrived is None else arrived
-        stream = RequestStream(request_id, request.sampling.n, request.session, arrived, self._reader_gone)
+        stream = RequestStream(request, arrived, self._reader_gone, trace_headers)
         entry = self._entries[request_id] = _Entry(stream, _prompt_tokens(request))
         self._empty.clear()
         pool = self._plain_pool if request.grammar is None else self._grammar_pool
@@ -203,9 +205,17 @@ class EngineThread:
             return self._failure
         if not self._accepting:
             return "This replica is shutting down."
+        return self._hanging()
+
+    def _hanging(self) -> str | None:
         if self._steps.step_seconds() > self.config.hang_seconds:
             return f"The engine has been in one step for more than {self.config.hang_seconds:g} seconds; restart the replica."
         return None
+
+    @property
+    def is_accepting(self) -> bool:
+        """False before `start` and once it drains or closes."""
+        return self._accepting
 
     @property
     def in_flight(self) -> int:
@@ -213,8 +223,14 @@ class EngineThread:
         return len(self._entries)
 
     async def failed(self) -> str:
-        """Waits until the engine has failed for good; says why."""
-        await self._failed.wait()
+        """Waits until the engine has failed for good, or hangs in one step; says why."""
+        while not self._failed.is_set():
+            try:
+                async with asyncio.timeout(self.config.hang_seconds / 4):
+                    await self._failed.wait()
+            except TimeoutError:
+                if (wrong := self._hanging()) is not None:
+                    self._fail(wrong)
         return self._failure or ""
 
     async def drain(self, seconds: float) -> bool:

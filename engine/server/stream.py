@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from gateway.workers.protocol import Chunk, Done, Failed, Finished, Started, TokenLogprob, Tokens
+from gateway.workers.protocol import Chunk, Done, Failed, Finished, GenerateRequest, Started, TokenLogprob, Tokens
 
 
 class ChunkBuffer:
@@ -71,12 +71,17 @@ class RequestStream:
     """
 
     def __init__(
-        self, request_id: str, choices: int, session: str | None, arrived: float, on_close: Callable[[RequestStream], None]
+        self,
+        request: GenerateRequest,
+        arrived: float,
+        on_close: Callable[[RequestStream], None],
+        trace_headers: Mapping[str, str] | None = None,
     ) -> None:
-        self.request_id = request_id
-        self.choices = choices
-        self.session = session
+        self.request_id = request.request_id
+        self.choices = request.sampling.n
+        self.session = request.session
         self.arrived = arrived
+        self.trace_headers: Mapping[str, str] = {} if trace_headers is None else trace_headers
         self.started: Started | None = None
         self.started_at: float | None = None
         self.first_token_at: float | None = None

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from engine.config import ConfigError
+
 LETTER_TOKENS = tuple(range(64, 90))
 """Ids of printable ASCII characters in every byte-level BPE vocabulary: `a` to `z` where bytes come first (GPT-2, Llama 3,
 Qwen), `P` to `i` where 17 special tokens precede them (SmolLM2)."""
@@ -32,7 +34,7 @@ class CostModel:
         for name in ("step", "prefill_token", "prefill_pair", "decode_sequence", "decode_context_token"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} is a number of seconds and must be finite and not negative, not {value}")
+                raise ConfigError(f"{name} is a number of seconds and must be finite and not negative, not {value}")
 
     def prefill_seconds(self, new: int, context: int) -> float:
         """What `new` prompt tokens after `context` computed ones add to a step."""
@@ -73,21 +75,21 @@ class SimulationConfig:
     def __post_init__(self) -> None:
         for name in ("block_size", "num_blocks", "max_model_len", "vocab_size", "max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
+            raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs ({self.max_num_seqs}), "
                 "so that every running sequence gets its token in every step"
             )
         if not (math.isfinite(self.time_scale) and self.time_scale >= 0):
-            raise ValueError(f"time_scale must be finite and not negative, not {self.time_scale}")
+            raise ConfigError(f"time_scale must be finite and not negative, not {self.time_scale}")
         if self.mean_output_tokens < 0:
-            raise ValueError(f"mean_output_tokens must not be negative, not {self.mean_output_tokens}")
+            raise ConfigError(f"mean_output_tokens must not be negative, not {self.mean_output_tokens}")
         if self.scheduling not in ("fcfs", "priority"):
-            raise ValueError(f"scheduling is fcfs or priority, not {self.scheduling}")
+            raise ConfigError(f"scheduling is fcfs or priority, not {self.scheduling}")
         if not self.token_ids:
-            raise ValueError("token_ids must name at least one token to generate")
+            raise ConfigError("token_ids must name at least one token to generate")
         for name in ("token_ids", "eos_token_ids"):
             beyond = [token for token in getattr(self, name) if not 0 <= token < self.vocab_size]
             if beyond:
-                raise ValueError(f"{name} has {beyond[0]}, outside of a vocabulary of {self.vocab_size} tokens")
+                raise ConfigError(f"{name} has {beyond[0]}, outside of a vocabulary of {self.vocab_size} tokens")

@@ -48,23 +48,10 @@ def prepare(request: GenerateRequest, config: SimulationConfig, namespace: bytes
         raise RequestRefused("unsupported", message, "sampling.stop")
     packed = _packed_prompt(request, config.vocab_size)
     prompt = len(packed) // TOKEN_BYTES
-    wanted = 1 if sampling.max_tokens is None else sampling.max_tokens
-    if prompt + wanted > config.max_model_len:
-        generated = "at least one generated token" if sampling.max_tokens is None else f"max_tokens of {wanted}"
-        message = (
-            f"The prompt has {prompt} tokens, which with {generated} is more than the context of {config.max_model_len}; "
-            "shorten the conversation or lower max_tokens."
-        )
-        raise RequestRefused("context_length_exceeded", message, "token_ids")
-    blocks = -(-(prompt + wanted) // config.block_size)
-    if blocks > config.num_blocks:
-        message = (
-            f"The prompt of {prompt} tokens and {wanted} to generate need {blocks} KV blocks; this replica has "
-            f"{config.num_blocks} in all. Shorten the conversation, or start the replica with more KV memory."
-        )
-        raise RequestRefused("kv_capacity_exceeded", message, "token_ids")
+    if sampling.n > config.max_num_seqs:
+        message = f"n is {sampling.n}, but this replica runs at most {config.max_num_seqs} choices at once; ask for fewer."
+        raise RequestRefused("invalid_sampling", message, "sampling.n")
     root = root_digest(namespace, request.cache_salt)
-    limit = min(config.max_model_len, config.num_blocks * config.block_size)
     return Prepared(
         request_id=request.request_id,
         sampling=sampling,
@@ -72,8 +59,29 @@ def prepare(request: GenerateRequest, config: SimulationConfig, namespace: bytes
         packed=packed,
         root=root,
         digests=tuple(block_digests(packed, root, config.block_size)),
-        max_total=limit,
+        max_total=_max_total(prompt, sampling.max_tokens, config),
     )
+
+
+def _max_total(prompt: int, max_tokens: int | None, config: SimulationConfig) -> int:
+    """Tokens of prompt and generation together. The KV of the token generated last is never needed."""
+    if prompt >= config.max_model_len:
+        message = (
+            f"The prompt has {prompt} tokens; with one generated token the context holds {config.max_model_len}, so a prompt "
+            f"may have {config.max_model_len - 1}. Shorten it."
+        )
+        raise RequestRefused("context_length_exceeded", message, "token_ids")
+    capacity = config.num_blocks * config.block_size + 1
+    wanted = min(config.max_model_len, max(capacity, prompt + 1) if max_tokens is None else prompt + max_tokens)
+    blocks = -(-(wanted - 1) // config.block_size)
+    if blocks > config.num_blocks:
+        message = (
+            f"The prompt of {prompt} tokens and {wanted - prompt} generated ones need {blocks} KV blocks of "
+            f"{config.block_size} tokens, but this replica has {config.num_blocks} in all. Shorten the prompt, lower "
+            "max_tokens, or give the replica more blocks."
+        )
+        raise RequestRefused("kv_capacity_exceeded", message, "token_ids" if max_tokens is None else "sampling.max_tokens")
+    return wanted
 
 
 def _packed_prompt(request: GenerateRequest, vocab_size: int) -> bytes:

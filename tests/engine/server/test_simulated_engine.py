@@ -130,8 +130,10 @@ def test_choices_share_the_prompt_and_differ():
 
 
 def test_choices_beyond_the_number_of_sequences_wait():
-    narrow, wide = engine(max_num_seqs=2), engine()
+    narrow, wide = engine(max_num_seqs=7), engine(max_num_seqs=20)
     for core in (narrow, wide):
+        for request_id in "bcd":
+            add(core, request_id, range(100, 140), max_tokens=7)
         add(core, "a", range(40), n=6, temperature=1.0, max_tokens=20)
     ours, theirs = run(narrow)["a"], run(wide)["a"]
     for index in range(6):
@@ -253,8 +255,9 @@ def test_an_interrupted_step_goes_on_with_the_same_batch():
         ({"token_ids": None}, "invalid_request", "token_ids", "exactly one"),
         ({"packed_token_ids": pack_tokens([1])}, "invalid_request", "token_ids", "exactly one"),
         ({"token_ids": [1] * 1024}, "context_length_exceeded", "token_ids", "1024"),
-        ({"token_ids": [1] * 1000, "sampling": SamplingParams(max_tokens=50)}, "context_length_exceeded", "token_ids", "1000"),
         ({"token_ids": [1] * 900}, "kv_capacity_exceeded", "token_ids", "57 KV blocks"),
+        ({"sampling": SamplingParams(max_tokens=900)}, "kv_capacity_exceeded", "sampling.max_tokens", "57 KV blocks"),
+        ({"sampling": SamplingParams(n=9)}, "invalid_sampling", "sampling.n", "at most 8"),
         ({"sampling": SamplingParams(max_tokens=0)}, "invalid_sampling", "sampling.max_tokens", "max_tokens"),
         ({"sampling": SamplingParams(temperature=-1)}, "invalid_sampling", "sampling.temperature", "-1"),
         ({"sampling": SamplingParams(logprobs=1)}, "unsupported", "sampling.logprobs", "probabilities"),
@@ -276,7 +279,7 @@ def test_without_max_tokens_it_generates_what_the_context_or_the_pool_holds():
     assert len(tokens_of(run(core)["a"])) == 60
     small = engine(num_blocks=4)
     add(small, "a", range(40), max_tokens=None)
-    assert len(tokens_of(run(small)["a"])) == 24
+    assert len(tokens_of(run(small)["a"])) == 25  # the last token's own KV is never needed
     small.check_integrity()
 
 

@@ -1,0 +1,275 @@
+"""`turnkeep engine`: one replica, of a model or simulated, behind the worker protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+
+from engine.checkpoints import DEFAULT_MODEL, CheckpointError, default_cache_dir, resolve
+from engine.config import ConfigError
+from engine.core import EngineCore
+from engine.server.config import ServerConfig
+from engine.server.listen import Address, ListenError, TCPAddress, UnixAddress
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+Load = Callable[[], EngineCore[Any]]
+
+
+class MemorySize(click.ParamType[int | float]):
+    """Bytes with a unit (8GiB, 500MB), or a share of what is available (0.5, 50%): an int or a float."""
+
+    name = "size"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int | float:
+        if isinstance(value, (int, float)):
+            return value
+        matched = re.fullmatch(r"(?i)\s*(\d+(?:\.\d+)?)\s*(?:(%)|([kmgt]i?)?b?)\s*", str(value))
+        if matched is None:
+            self.fail(f"{value!r} is no size; write bytes with a unit (8GiB, 500MB) or a share (0.5, 50%).", param, ctx)
+        number, percent, unit = float(matched[1]), matched[2], (matched[3] or "").lower()
+        if percent or (not unit and number <= 1):
+            share = number / 100 if percent else number
+            if not 0 < share <= 1:
+                self.fail(f"{value!r}: a share lies above 0 and at most at 1.", param, ctx)
+            return share
+        return int(number * _UNITS[unit])
+
+
+class _Simulated(click.Option):
+    """An option that only means something with --simulate."""
+
+
+def _sim_option(*names: str, **settings: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return click.option(*names, cls=_Simulated, **settings)
+
+
+@click.command("engine")
+@click.option(
+    "--model", default=None, metavar="NAME|DIR", help=f"An installed model or a directory. [default: {DEFAULT_MODEL}]"
+)
+@click.option("--model-name", default=None, help="What the model is called to the outside. [default: its own name]")
+@click.option(
+    "--cache-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    envvar="TURNKEEP_CACHE_DIR",
+    default=default_cache_dir,
+    show_default="turnkeep in the user's cache directory",
+    help="Where models are kept. Also TURNKEEP_CACHE_DIR.",
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8100, show_default=True, help="TCP port; 0 takes a free one.")
+@click.option("--uds", type=click.Path(path_type=Path), default=None, help="Listen on this unix socket instead.")
+@click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float16", "float32"]), default="auto", show_default=True)
+@click.option("--device", default="cpu", show_default=True, help="Torch device that computes.")
+@click.option("--threads", type=click.IntRange(1), default=None, help="Threads to compute with. [default: as torch finds]")
+@click.option(
+    "--kv-memory", type=MemorySize(), default=None, help="For KV blocks: bytes (8GiB) or a share of what is free (50%)."
+)
+@click.option("--num-blocks", type=click.IntRange(1), default=None, help="KV blocks, instead of --kv-memory.")
+@click.option("--block-size", type=click.IntRange(1, 1024), default=16, show_default=True, help="Tokens in a KV block.")
+@click.option("--max-model-len", type=click.IntRange(2), default=None, help="Tokens of prompt and answer together.")
+@click.option("--max-num-seqs", type=click.IntRange(1), default=None, help="Sequences that run at once.")
+@click.option("--max-num-batched-tokens", type=click.IntRange(1), default=None, help="Tokens computed in one step.")
+@click.option("--scheduling", type=click.Choice(["fcfs", "priority"]), default="fcfs", show_default=True)
+@click.option("--no-prefix-caching", is_flag=True, help="Compute every prompt anew.")
+@click.option(
+    "--max-requests", type=click.IntRange(1), default=1024, show_default=True, help="Requests in flight, waiting ones too."
+)
+@click.option("--max-body", type=MemorySize(), default=None, help="Largest request body. [default: from the context length]")
+@click.option("--body-timeout", type=click.FloatRange(0, min_open=True), default=30.0, show_default=True, help="Seconds.")
+@click.option("--write-timeout", type=click.FloatRange(0, min_open=True), default=30.0, show_default=True, help="Seconds.")
+@click.option(
+    "--shutdown-timeout", type=click.FloatRange(0), default=30.0, show_default=True, help="Seconds streams may go on."
+)
+@click.option(
+    "--heartbeat", type=click.FloatRange(0, min_open=True), default=5.0, show_default=True, help="Of event streams, s."
+)
+@click.option("--hang-timeout", type=click.FloatRange(1), default=900.0, show_default=True, help="Longest step, seconds.")
+@click.option("--otlp", default=None, metavar="URL", help="Send spans there over OTLP/HTTP.")
+@click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True)
+@click.option("--debug-integrity", is_flag=True, help="Check the block pool's books whenever the engine is idle.")
+@click.option("--simulate", is_flag=True, help="No model: real scheduling, cache and events, made-up tokens and times.")
+@_sim_option(
+    "--sim-tokens-from", default=None, metavar="NAME|DIR", help="Generate words of this model's tokenizer. [--model's]"
+)
+@_sim_option("--sim-vocab-size", type=click.IntRange(1), default=None, help="Size of the vocabulary. [49152, or --model's]")
+@_sim_option("--sim-time-scale", type=click.FloatRange(0), default=None, help="Multiplies every duration; 0: none. [1]")
+@_sim_option("--sim-output-tokens", type=click.IntRange(0), default=None, help="Mean length of answers; 0: no end token. [128]")
+@_sim_option("--sim-seed", type=int, default=None, help="Which tokens are drawn. [0]")
+@_sim_option("--sim-grammars", type=click.Choice(["refuse", "ignore"]), default=None, help="Requests with a grammar. [refuse]")
+@_sim_option("--sim-step", type=click.FloatRange(0), default=None, help="Seconds of any step. [0.006]")
+@_sim_option("--sim-prefill-token", type=click.FloatRange(0), default=None, help="Seconds a prompt token adds. [4e-5]")
+@_sim_option("--sim-prefill-pair", type=click.FloatRange(0), default=None, help="... and each token before it. [1.3e-9]")
+@_sim_option("--sim-decode-sequence", type=click.FloatRange(0), default=None, help="Seconds a generated token adds. [4e-5]")
+@_sim_option("--sim-decode-context", type=click.FloatRange(0), default=None, help="... and each token before it. [5e-8]")
+@click.pass_context
+def command(ctx: click.Context, /, **options: Any) -> None:
+    """Serve one replica: tokens in, tokens out (docs/worker-protocol.md).
+
+    Prints one line of JSON on standard output when it can generate. Ends on SIGTERM or SIGINT, streams first.
+    """
+    logging.basicConfig(
+        level=options["log_level"].upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    _check_combinations(ctx, options)
+    address: Address = UnixAddress(options["uds"]) if options["uds"] else TCPAddress(options["host"], options["port"])
+    load = _simulated(options) if options["simulate"] else _real(options)
+    code = _run(load, address, options)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if any(thread is not threading.current_thread() and not thread.daemon for thread in threading.enumerate()):
+        # A grammar that is still being compiled has no one left to wait for it, and nothing stops it but this.
+        os._exit(code)
+    ctx.exit(code)
+
+
+def _check_combinations(ctx: click.Context, options: dict[str, Any]) -> None:
+    if not options["simulate"]:
+        for parameter in ctx.command.params:
+            if isinstance(parameter, _Simulated) and parameter.name and options[parameter.name] is not None:
+                raise click.UsageError(f"{parameter.opts[0]} only means something with --simulate.")
+    elif options["kv_memory"] is not None:
+        raise click.UsageError("A simulated replica has no KV memory to size; give --num-blocks instead of --kv-memory.")
+    if options["num_blocks"] is not None and options["kv_memory"] is not None:
+        raise click.UsageError("--num-blocks and --kv-memory say the same thing; give one of them.")
+    if isinstance(options["max_body"], float):
+        raise click.UsageError("--max-body is a number of bytes, not a share.")
+
+
+def _run(load: Load, address: Address, options: dict[str, Any]) -> int:
+    from engine.server.run import Ready, serve
+    from engine.thread import EngineThreadConfig
+
+    def announce(ready: Ready) -> None:
+        click.echo(json.dumps({"event": "ready", **asdict(ready)}))
+        sys.stdout.flush()
+
+    config = ServerConfig(
+        max_body=options["max_body"],
+        body_timeout=options["body_timeout"],
+        write_timeout=options["write_timeout"],
+        heartbeat=options["heartbeat"],
+        shutdown_timeout=options["shutdown_timeout"],
+    )
+    thread_config = EngineThreadConfig(
+        max_requests=options["max_requests"],
+        hang_seconds=options["hang_timeout"],
+        debug_integrity=options["debug_integrity"],
+    )
+    try:
+        return asyncio.run(serve(load, address, config, thread_config, otlp_url=options["otlp"], on_ready=announce))
+    except (ListenError, CheckpointError, ConfigError) as error:
+        click.echo(f"Error: {error}", err=True)
+        return 1
+
+
+def _real(options: dict[str, Any]) -> Load:
+    def load() -> EngineCore[Any]:
+        # Imports torch, on the loading thread: the server answers meanwhile.
+        from engine.config import EngineConfig
+        from engine.loading import load_engine
+
+        name = options["model"] or DEFAULT_MODEL
+        model = resolve(name, options["cache_dir"].absolute())
+        given: dict[str, Any] = {
+            field: options[field] for field in ("max_num_seqs", "max_num_batched_tokens") if options[field] is not None
+        }
+        if isinstance(options["kv_memory"], float):
+            given["kv_memory_fraction"] = options["kv_memory"]
+        elif options["kv_memory"] is not None:
+            given["kv_memory_bytes"] = options["kv_memory"]
+        config = EngineConfig(
+            model=model,
+            model_name=options["model_name"] or model.name,
+            dtype=options["dtype"],
+            device=options["device"],
+            block_size=options["block_size"],
+            num_blocks=options["num_blocks"],
+            max_model_len=options["max_model_len"],
+            prefix_caching=not options["no_prefix_caching"],
+            policy=options["scheduling"],
+            threads=options["threads"],
+            **given,
+        )
+        return load_engine(config, cache_dir=options["cache_dir"].absolute())
+
+    return load
+
+
+def _simulated(options: dict[str, Any]) -> Load:
+    def load() -> EngineCore[Any]:
+        from engine.simulate import SimulatedEngine
+        from engine.simulation.config import SimulationConfig
+        from engine.simulation.likeness import likeness_of
+
+        cache_dir = options["cache_dir"].absolute()
+        name = options["model"] or "simulated"
+        config = SimulationConfig(model=options["model_name"] or Path(name).name)
+        tokenizer = None
+        source = options["sim_tokens_from"] or _if_installed(options["model"], cache_dir)
+        if source is not None:
+            like = likeness_of(resolve(source, cache_dir))
+            tokenizer = like.tokenizer
+            config = replace(
+                config,
+                vocab_size=like.vocab_size,
+                max_model_len=like.max_model_len or config.max_model_len,
+                eos_token_ids=like.eos_token_ids,
+                token_ids=like.token_ids,
+            )
+        costs = {"sim_step": "step", "sim_prefill_token": "prefill_token", "sim_prefill_pair": "prefill_pair"}
+        costs |= {"sim_decode_sequence": "decode_sequence", "sim_decode_context": "decode_context_token"}
+        config = replace(
+            config,
+            scheduling=_scheduling(options["scheduling"]),
+            block_size=options["block_size"],
+            prefix_caching=not options["no_prefix_caching"],
+            accept_grammars=options["sim_grammars"] == "ignore",
+            cost=replace(config.cost, **{costs[name]: options[name] for name in costs if options[name] is not None}),
+            **_given(
+                options,
+                num_blocks="num_blocks",
+                max_model_len="max_model_len",
+                max_num_seqs="max_num_seqs",
+                max_num_batched_tokens="max_num_batched_tokens",
+                vocab_size="sim_vocab_size",
+                time_scale="sim_time_scale",
+                mean_output_tokens="sim_output_tokens",
+                seed="sim_seed",
+            ),
+        )
+        return SimulatedEngine(config, tokenizer=tokenizer)
+
+    return load
+
+
+def _given(options: dict[str, Any], **names: str) -> dict[str, Any]:
+    return {field: options[option] for field, option in names.items() if options[option] is not None}
+
+
+def _scheduling(name: str) -> Literal["fcfs", "priority"]:
+    return "priority" if name == "priority" else "fcfs"
+
+
+def _if_installed(model: str | None, cache_dir: Path) -> str | None:
+    """A simulated replica may bear the name of a model that is not here; then only its name is taken over."""
+    if model is None:
+        return None
+    try:
+        resolve(model, cache_dir)
+    except CheckpointError as error:
+        logging.getLogger(__name__).info("only the name of %s is simulated: %s", model, error)
+        return None
+    return model

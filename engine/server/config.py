@@ -1,0 +1,29 @@
+"""Settings of the replica server. Times are seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BODY_BYTES_PER_TOKEN = 12  # a 32-bit id in decimal, a comma and a space
+BODY_BYTES_FOR_THE_REST = 8 * 2**20  # grammars, mostly
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """`max_body`: bytes of the largest request body; None: as much as a prompt of the longest context takes as JSON.
+
+    `body_timeout`: how long a body may take to arrive. `write_timeout`: how long a reader may take nothing before it is
+    disconnected. `heartbeat`: silence on a KV event stream before a heartbeat is sent. `shutdown_timeout`: how long streams
+    may go on after the signal to stop.
+    """
+
+    max_body: int | None = None
+    body_timeout: float = 30.0
+    write_timeout: float = 30.0
+    heartbeat: float = 5.0
+    max_subscribers: int = 64
+    shutdown_timeout: float = 30.0
+
+    def body_limit(self, max_model_len: int) -> int:
+        """Bytes of the largest body for a context of `max_model_len` tokens."""
+        return BODY_BYTES_PER_TOKEN * max_model_len + BODY_BYTES_FOR_THE_REST if self.max_body is None else self.max_body

@@ -1,0 +1,125 @@
+"""Prometheus metrics of a replica, on a registry of their own. Names begin with `turnkeep_engine_`.
+
+Load and totals are read from the engine's stats when they are asked for; durations are observed as they happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.registry import Collector
+
+from engine.server.stream import RequestStream
+from engine.thread import EngineThread
+from gateway.workers.protocol import Chunk, Done, Failed, Started, Tokens
+
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+
+_PREFIX = "turnkeep_engine_"
+# The buckets of the OpenTelemetry GenAI conventions for a request, the first token, and every other token.
+_REQUEST = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_STEP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
+class EngineMetrics:
+    """An observer of an `EngineThread`."""
+
+    def __init__(self, engine: EngineThread) -> None:
+        registry = CollectorRegistry(auto_describe=True)
+        registry.register(_StatsCollector(engine))
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"{_PREFIX}{name}_seconds", text, buckets=buckets, registry=registry)
+
+        self._registry = registry
+        self._step = histogram("step", "One step of the engine.", _STEP)
+        self._first_token = histogram("time_to_first_token", "From the arrival of a request to its first token.", _FIRST_TOKEN)
+        self._token = histogram("inter_token_latency", "Between two tokens of a request, all its choices together.", _TOKEN)
+        self._queue = histogram("queue", "From the arrival of a request to its first step.", _REQUEST)
+        self._prefill = histogram("prefill", "From the first step of a request to its first token.", _REQUEST)
+        self._decode = histogram("decode", "From the first token of a request to its last.", _REQUEST)
+        self._duration = histogram("request_duration", "From the arrival of a request to its end.", _REQUEST)
+        self._ended = Counter(f"{_PREFIX}requests_ended", "Requests by how they ended.", ["outcome"], registry=registry)
+
+    def render(self) -> bytes:
+        """The exposition text."""
+        return generate_latest(self._registry)
+
+    def step_ended(self, seconds: float) -> None:
+        self._step.observe(seconds)
+
+    def chunk_arrived(self, stream: RequestStream, chunk: Chunk, at: float) -> None:
+        if isinstance(chunk, Tokens):
+            if stream.last_token_at is None:
+                self._first_token.observe(at - stream.arrived)
+            elif stream.last_token_at < at:
+                # Several tokens of one step share the time since the step before; so do the choices.
+                self._token.observe((at - stream.last_token_at) / len(chunk.token_ids))
+        elif isinstance(chunk, Started):
+            self._queue.observe(chunk.queue_seconds)
+        elif isinstance(chunk, Done):
+            self._prefill.observe(chunk.prefill_seconds)
+            self._decode.observe(chunk.decode_seconds)
+
+    def request_ended(self, stream: RequestStream, at: float) -> None:
+        self._duration.observe(at - stream.arrived)
+        self._ended.labels(outcome_of(stream)).inc()
+
+
+def outcome_of(stream: RequestStream) -> str:
+    """How a request ended: its finish reason (the first choice's), `failed`, or `disconnected` when its reader left."""
+    if isinstance(stream.end, Failed):
+        return "failed"
+    if stream.end is None:
+        return "disconnected"
+    reasons = [finished.finish_reason for _, finished in sorted(stream.finished.items())]
+    return reasons[0] if reasons else "abort"
+
+
+class _StatsCollector(Collector):
+    def __init__(self, engine: EngineThread) -> None:
+        self._engine = engine
+
+    def describe(self) -> Iterable[GaugeMetricFamily]:
+        return ()
+
+    def collect(self) -> Iterable[GaugeMetricFamily | CounterMetricFamily | InfoMetricFamily]:
+        stats, info = self._engine.stats(), self._engine.info
+        identity = {
+            "model": info.model,
+            "instance": info.instance,
+            "namespace": info.namespace,
+            "simulated": str(info.simulated),
+        }
+        yield InfoMetricFamily(f"{_PREFIX}replica", "What this replica is.", value=identity)
+        blocks = GaugeMetricFamily(f"{_PREFIX}kv_blocks", "KV blocks by state.", labels=["state"])
+        blocks.add_metric(["free"], stats.free_blocks)
+        blocks.add_metric(["cached"], stats.cached_blocks)
+        blocks.add_metric(["referenced"], stats.num_blocks - stats.free_blocks - stats.cached_blocks)
+        yield blocks
+        for name, text, value in (
+            ("requests_running", "Sequences in the running batch.", stats.running),
+            ("requests_waiting", "Sequences that wait, requests being checked among them.", stats.waiting),
+            ("waiting_prompt_tokens", "Prompt tokens of what waits.", stats.waiting_prompt_tokens),
+            ("prefill_tokens_per_second", "Prefill rate of the last steps.", stats.prefill_tokens_per_second),
+            ("decode_tokens_per_second", "Decode rate of the last steps.", stats.decode_tokens_per_second),
+            ("event_subscribers", "Open KV event streams.", self._engine.events.subscribers),
+            ("event_log_bytes", "KV events kept for replay.", self._engine.events.tail_bytes),
+        ):
+            yield GaugeMetricFamily(_PREFIX + name, text, value)
+        for name, text, value in (
+            ("steps", "Steps of the engine.", stats.steps_total),
+            ("requests", "Requests queued.", stats.requests_total),
+            ("requests_aborted", "Requests aborted, by request or because their reader left.", stats.aborted_total),
+            ("prompt_tokens", "Prompt tokens of started requests, cached ones among them.", stats.prompt_tokens_total),
+            ("cached_tokens", "Prompt tokens whose KV was in the cache.", stats.cached_tokens_total),
+            ("generated_tokens", "Tokens generated.", stats.generated_tokens_total),
+            ("preemptions", "Sequences that gave their blocks back to be computed again.", stats.preemptions_total),
+            ("kv_event_batches", "KV event batches published.", self._engine.events.seq),
+        ):
+            yield CounterMetricFamily(_PREFIX + name, text, value)
