@@ -31,7 +31,8 @@ class Desk:
         self.requests = {}
 
     def add(self, name, length, seed=None, **settings):
-        request = self.intake.prepare(wire(name, random_prompt(len(self.requests) if seed is None else seed, length), **settings))
+        prompt = random_prompt(len(self.requests) if seed is None else seed, length)
+        request = self.intake.prepare(wire(name, prompt, **settings))
         request.arrival = len(self.requests)
         self.requests[name] = request
         self.scheduler.enqueue(request.sequences[0])
