@@ -24,10 +24,10 @@ class Decoder:
         self.spec = spec
         self.dtype: torch.dtype = embedding.dtype
         self.device: torch.device = embedding.device
-        self._embedding = embedding
-        self._layers = tuple(layers)
-        self._norm = norm
-        self._head = head
+        self.embedding = embedding
+        self.layers = tuple(layers)
+        self.norm = norm
+        self.head = head
         self._cos, self._sin = rope_table(spec.rope, dtype=self.dtype, device=self.device)
 
     @torch.inference_mode()
@@ -37,16 +37,16 @@ class Decoder:
         Every layer calls `attention(layer, q, k, v)` once, in order. Positions must lie below `spec.max_context` and ids below
         the vocabulary's size (IndexError).
         """
-        x = self._embedding[token_ids]
+        x = self.embedding[token_ids]
         cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
-        for layer in self._layers:
+        for layer in self.layers:
             x = layer(x, cos, sin, attention)
-        return self._norm(x)
+        return self.norm(x)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Rows of `forward`'s result, [R, hidden size] -> float32 [R, vocabulary]."""
-        return self._head(hidden).float()
+        return self.head(hidden).float()
 
 
 def take_decoder(weights: Weights, spec: ModelSpec) -> Decoder:

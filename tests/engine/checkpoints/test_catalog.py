@@ -1,5 +1,6 @@
 """From names to directories, and the list of what is there."""
 
+import io
 import json
 import shutil
 import subprocess
@@ -8,9 +9,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 from wheels import embedded_model, write_gguf, write_wheel
 
-from cli.model import command
+from cli.model import PullProgress, command
 from engine.checkpoints import DEFAULT_MODEL, CheckpointError, default_cache_dir, list_models, obtain, pull, resolve
 from engine.checkpoints import catalog as catalog_module
 from engine.checkpoints.embedded import EMBEDDED
@@ -208,6 +210,17 @@ def test_pull_and_list_commands(embedded, tmp_path):
     assert header.split() == ["name", "architecture", "parameters", "size", "context", "path"]
     assert row.split()[:2] == ["Tiny-Embedded", "LlamaForCausalLM"]
     assert row.split()[-1] == f"{cache_dir}/models/Tiny-Embedded"
+
+
+def test_a_terminal_gets_bars():
+    screen = io.StringIO()
+    with PullProgress(Console(file=screen, force_terminal=True, width=100)) as progress:
+        progress.report("Downloading", 0, None)
+        progress.report("Downloading", 50_000_000, 100_000_000)
+        progress.report("Converting", 2, 2)
+    assert "Downloading" in screen.getvalue()
+    assert "50.0/100.0 MB" in screen.getvalue()
+    assert "Converting" in screen.getvalue()
 
 
 def test_a_failed_pull_is_a_sentence_and_status_1(embedded, tmp_path):

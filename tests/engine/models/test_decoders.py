@@ -116,6 +116,45 @@ def test_one_row_equals_the_same_row_among_many(tiny_checkpoint, dtype):
     assert loaded.decoder.logits(hidden[:0]).shape == (0, loaded.spec.vocab_size)
 
 
+class RowwiseAttention:
+    """Stands in for attention where rows shall not meet: mixes a token's own q and v only."""
+
+    def __call__(self, layer, q, k, v):
+        return q + v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+
+
+def rows_beside(loaded, ids):
+    """(rows, start, logits of those rows alone, logits of the same rows among all)"""
+    tokens, positions = torch.tensor(ids), torch.arange(len(ids))
+
+    def logits(part):
+        return loaded.decoder.logits(loaded.decoder.forward(tokens[part], positions[part], RowwiseAttention()))
+
+    every = logits(slice(None))
+    for rows in (1, 2, 3, 5, 16, 17, 33):
+        for start in (0, 4):
+            part = slice(start, start + rows)
+            yield rows, start, logits(part), every[part]
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="bits are promised for AVX512 kernels only")
+@pytest.mark.parametrize("arch", ["llama", "mistral", "qwen2", "qwen3"])
+def test_float32_rows_do_not_depend_on_their_neighbours(tiny_checkpoint, arch):
+    """To the last bit: how a step was batched or chunked must not show in a token's logits."""
+    loaded = load_model(
+        tiny_checkpoint(arch, intermediate_size=1536, hidden_size=576, num_attention_heads=4), dtype=torch.float32
+    )
+    for rows, start, alone, among in rows_beside(loaded, PROMPT):
+        assert torch.equal(alone, among), (rows, start)
+
+
+def test_float32_rows_of_smollm2_hardly_depend_on_their_neighbours(smollm2_dir):
+    loaded = load_model(smollm2_dir, dtype=torch.float32)
+    exact = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    for rows, start, alone, among in rows_beside(loaded, PROMPT):
+        assert torch.equal(alone, among) if exact else torch.allclose(alone, among, atol=1e-3), (rows, start)
+
+
 def test_smollm2_equals_transformers(smollm2_dir):
     from tokenizers import Tokenizer
 
