@@ -137,7 +137,7 @@ class ReplicaClient:
                 yield response
         except TimeoutError as error:
             raise WorkerUnavailableError(
-                f"worker {self._url} did not answer {path} within {self._reply_timeout:g} s", reached=response is not None
+                f"worker {self._url} did not answer {path} within {self._reply_timeout:g} s", reached=True
             ) from error
         except (aiohttp.ClientError, OSError) as error:
             raise WorkerUnavailableError(f"worker {self._url}: {describe(error)}", reached=response is not None) from error
