@@ -17,14 +17,14 @@ import torch
 from engine.batch import build_batch
 from engine.config import EngineConfig
 from engine.core import RequestRefused
+from engine.forward import Forward
 from engine.intake import Intake, Limits
-from engine.kernels.interface import AttentionKernel
 from engine.kv_cache import KVCache
 from engine.meter import Meter
 from engine.models.registry import LoadedModel
 from engine.output import Addressed, StepOutput
 from engine.request import Request, Sequence, Status
-from engine.runner import Runner
+from engine.runner import Runner, allocate_kv
 from engine.sampling.sampler import SampledToken, Sampler
 from engine.sampling.stopping import StopDecision
 from engine.scheduler import ScheduledSequence, Scheduler, StepPlan
@@ -49,7 +49,7 @@ class Engine:
         *,
         num_blocks: int,
         max_model_len: int,
-        kernel: AttentionKernel,
+        forward: Forward,
         sampler: Sampler,
         grammars: GrammarCompiler | None = None,
         detokenizer: Detokenizer | None = None,
@@ -66,7 +66,7 @@ class Engine:
         self._clock = clock
         self._grammars = grammars
         self._sampler = sampler
-        self._runner = Runner(model, kernel, num_blocks, config.block_size)
+        self._runner = Runner(forward, allocate_kv(model, num_blocks, config.block_size))
         self._cache = KVCache(BlockPool(num_blocks, config.block_size, eviction), caching=config.prefix_caching)
         self._scheduler = Scheduler(
             self._cache, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
@@ -206,7 +206,7 @@ class Engine:
         if self._grammars is not None:
             self._grammars.close()
 
-    def _compute(self, plan: StepPlan) -> torch.Tensor | None:
+    def _compute(self, plan: StepPlan) -> torch.Tensor:
         """The logits of the plan's sampling sequences, one row each, in the plan's order."""
         batch = build_batch(plan.scheduled, self.config.block_size, self._runner.device)
         ends = batch.query_start_list[1:]
@@ -217,10 +217,8 @@ class Engine:
             self._cache.advance(item.sequence, item.count)
         return logits
 
-    def _choose(self, plan: StepPlan, logits: torch.Tensor | None, output: StepOutput) -> None:
+    def _choose(self, plan: StepPlan, logits: torch.Tensor, output: StepOutput) -> None:
         """Samples, and appends what was sampled. The first token of every choice comes from the prompt's last row."""
-        if logits is None:
-            return
         sequences, rows = self._rows(plan.scheduled)
         bitmask, sequences, rows = self._bitmask(sequences, rows, output)
         if not sequences:

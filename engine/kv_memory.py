@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from engine.config import ConfigError, EngineConfig
-from engine.kernels.interface import AttentionKernel, StepBatch
+from engine.forward import Forward
+from engine.kernels.interface import StepBatch
 from engine.memory import available_memory, peak_growth
 from engine.models.registry import LoadedModel
-from engine.runner import Runner
+from engine.runner import Runner, allocate_kv
 from engine.sampling.sampler import Sampler
 from engine.sampling.state import SamplingState
 from gateway.workers.protocol import SamplingParams
@@ -42,7 +43,7 @@ class KVBudget:
         )
 
 
-def kv_budget(config: EngineConfig, model: LoadedModel, kernel: AttentionKernel, sampler: Sampler) -> KVBudget:
+def kv_budget(config: EngineConfig, model: LoadedModel, forward: Forward, sampler: Sampler) -> KVBudget:
     """Decides on the number of blocks, running the largest step once where memory has to be measured.
 
     Raises ConfigError when not even one block fits.
@@ -56,7 +57,7 @@ def kv_budget(config: EngineConfig, model: LoadedModel, kernel: AttentionKernel,
     else:
         if torch.device(config.device).type != "cpu":
             raise ConfigError(f"Memory of {config.device} cannot be measured; set num_blocks or kv_memory_bytes.")
-        step = _largest_step_bytes(config, model, kernel, sampler)
+        step = _largest_step_bytes(config, model, forward, sampler)
         available = available_memory()
         budget = int(config.kv_memory_fraction * available) - step
         origin = (
@@ -73,7 +74,7 @@ def kv_budget(config: EngineConfig, model: LoadedModel, kernel: AttentionKernel,
     return KVBudget(num_blocks, block_bytes, origin)
 
 
-def _largest_step_bytes(config: EngineConfig, model: LoadedModel, kernel: AttentionKernel, sampler: Sampler) -> int:
+def _largest_step_bytes(config: EngineConfig, model: LoadedModel, forward: Forward, sampler: Sampler) -> int:
     """What a step of `max_num_batched_tokens` tokens at the end of a full context takes beside weights and KV.
 
     The context's earlier blocks are one block again and again: attention reads as much, and little KV memory is needed.
@@ -83,7 +84,7 @@ def _largest_step_bytes(config: EngineConfig, model: LoadedModel, kernel: Attent
     tokens = min(config.max_num_batched_tokens, context)
     size = config.block_size
     own_blocks = -(-tokens // size) + 1
-    runner = Runner(model, kernel, own_blocks + 1, size)
+    runner = Runner(forward, allocate_kv(model, own_blocks + 1, size))
     first = (context - tokens) // size  # this block and those after it are the step's own
     table = [0] * first + list(range(1, -(-context // size) - first + 1))
     positions = torch.arange(context - tokens, context)
@@ -106,8 +107,7 @@ def _largest_step_bytes(config: EngineConfig, model: LoadedModel, kernel: Attent
     @torch.inference_mode()
     def step() -> None:
         logits = runner.run(batch, range(rows))
-        if logits is not None:
-            sampler.sample(logits.nan_to_num_(), states)  # the KV read was never written
+        sampler.sample(logits.nan_to_num_(), states)  # the KV read was never written
 
     measured = peak_growth(step)
     # Attention gathers one layer's keys and values at a time; beyond the measured context it gathers more of them.

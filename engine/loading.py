@@ -12,7 +12,7 @@ from engine.checkpoints.errors import CheckpointError
 from engine.checkpoints.progress import Report, silent
 from engine.config import ConfigError, EngineConfig
 from engine.engine import Engine
-from engine.kernels.interface import AttentionKernel
+from engine.forward import Forward, LayeredForward
 from engine.kernels.reference import ReferenceAttention
 from engine.kv_memory import KVBudget, kv_budget
 from engine.models.registry import LoadedModel, load_model
@@ -39,7 +39,6 @@ def resolve_dtype(config: EngineConfig) -> torch.dtype:
 def load_engine(
     config: EngineConfig,
     *,
-    kernel: AttentionKernel | None = None,
     cache_dir: Path | None = None,
     report: Report = silent,
 ) -> Engine:
@@ -56,9 +55,9 @@ def load_engine(
         raise ConfigError(
             f"max_model_len is {config.max_model_len}, but the model's positions end at {spec.max_context}; lower it."
         )
-    kernel = ReferenceAttention() if kernel is None else kernel
+    forward: Forward = LayeredForward(model.decoder, ReferenceAttention())
     sampler = Sampler(spec.vocab_size, model.decoder.device)
-    budget = kv_budget(config, model, kernel, sampler)
+    budget = kv_budget(config, model, forward, sampler)
     max_model_len = _max_model_len(config, model, budget)
     logger.info("%s", budget.describe(config.block_size, max_model_len))
     tokenizer_json = config.model / "tokenizer.json"
@@ -68,7 +67,7 @@ def load_engine(
         model,
         num_blocks=budget.num_blocks,
         max_model_len=max_model_len,
-        kernel=kernel,
+        forward=forward,
         sampler=sampler,
         grammars=None if tokenizer is None else GrammarCompiler(tokenizer_json, spec.vocab_size, spec.eos_token_ids),
         detokenizer=None if tokenizer is None else Detokenizer(tokenizer),

@@ -1,4 +1,4 @@
-"""Runs the decoder over a batch, with the KV memory it writes to. Knows tensors and blocks, not requests."""
+"""The KV memory, and the forward pass over it. Knows tensors and blocks, not requests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.kernels.interface import AttentionKernel, AttentionSpec, StepBatch
+from engine.forward import Forward
+from engine.kernels.interface import StepBatch
 from engine.kv_cache import BlockCopy
 from engine.models.registry import LoadedModel
 
@@ -25,58 +26,28 @@ def allocate_kv(model: LoadedModel, num_blocks: int, block_size: int) -> torch.T
     return torch.empty(shape, dtype=model.decoder.dtype, device=model.decoder.device)
 
 
-class _PagedAttention:
-    """What the decoder's layers call during one step."""
-
-    __slots__ = ("_batch", "_kernel", "_layers", "_specs")
-
-    def __init__(
-        self,
-        kernel: AttentionKernel,
-        layers: tuple[torch.Tensor, ...],
-        specs: tuple[AttentionSpec, ...],
-        batch: StepBatch,
-    ) -> None:
-        self._kernel = kernel
-        self._layers = layers
-        self._specs = specs
-        self._batch = batch
-
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        kv = self._layers[layer]
-        self._kernel.write(kv, k, v, self._batch)
-        return self._kernel.attend(q, kv, self._specs[layer], self._batch)
-
-
 class Runner:
-    """One model, one kernel, one KV memory."""
+    """One model and its KV memory."""
 
-    def __init__(self, model: LoadedModel, kernel: AttentionKernel, num_blocks: int, block_size: int) -> None:
-        """Raises ValueError as `allocate_kv`."""
-        self.kernel = kernel
-        self.block_size = block_size
-        self.device: torch.device = model.decoder.device
-        self._decoder = model.decoder
-        self._specs = model.spec.attention
-        self._kv = allocate_kv(model, num_blocks, block_size)
-        self._layers = tuple(self._kv[:, layer] for layer in range(len(self._specs)))
+    def __init__(self, forward: Forward, kv: torch.Tensor) -> None:
+        """kv: as `allocate_kv` makes it."""
+        self._forward = forward
+        self._kv = kv
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches are expected."""
+        return self._kv.device
 
     @torch.inference_mode()
-    def run(self, batch: StepBatch, rows: Sequence[int], copies: Sequence[BlockCopy] = ()) -> torch.Tensor | None:
+    def run(self, batch: StepBatch, rows: Sequence[int], copies: Sequence[BlockCopy] = ()) -> torch.Tensor:
         """Computes a batch after making the copies. Returns the logits that follow the tokens in `rows` of the batch,
-        float32 [len(rows), vocabulary], or None when there are none."""
+        float32 [len(rows), vocabulary]."""
         if copies:
             self._copy(copies)
-        attention = _PagedAttention(self.kernel, self._layers, self._specs, batch)
-        hidden = self._decoder.forward(batch.token_ids, batch.positions, attention)
-        if not rows:
-            return None
-        if len(rows) != hidden.shape[0] or list(rows) != list(range(len(rows))):
-            hidden = hidden[torch.tensor(rows, dtype=torch.int64, device=self.device)]
-        return self._decoder.logits(hidden)
+        return self._forward.run(batch, self._kv, rows)
 
     def _copy(self, copies: Sequence[BlockCopy]) -> None:
         # All sources are read before anything is written: a source freed in this step's plan may be a destination too.
-        sources, destinations = zip(*copies, strict=True)
-        read = self._kv[torch.tensor(sources, dtype=torch.int64, device=self.device)]
-        self._kv[torch.tensor(destinations, dtype=torch.int64, device=self.device)] = read
+        pairs = torch.tensor(copies, dtype=torch.int64, device=self._kv.device)
+        self._kv[pairs[:, 1]] = self._kv[pairs[:, 0]]

@@ -8,6 +8,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.forward import LayeredForward
 from engine.kernels.reference import ReferenceAttention
 from engine.sampling.sampler import Sampler
 from gateway.workers.protocol import Done, Failed, Finished, GenerateRequest, SamplingParams, Started, Tokens
@@ -15,7 +16,7 @@ from gateway.workers.protocol import Done, Failed, Finished, GenerateRequest, Sa
 torch.set_num_threads(1)
 
 
-def make_engine(model, *, num_blocks=256, max_model_len=None, kernel=None, sampler=None, **settings):
+def make_engine(model, *, num_blocks=256, max_model_len=None, forward=None, sampler=None, **settings):
     extra = {name: settings.pop(name) for name in ("grammars", "detokenizer", "clock", "eviction") if name in settings}
     settings = {"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64} | settings
     return Engine(
@@ -23,7 +24,7 @@ def make_engine(model, *, num_blocks=256, max_model_len=None, kernel=None, sampl
         model,
         num_blocks=num_blocks,
         max_model_len=max_model_len or model.spec.max_position,
-        kernel=kernel or ReferenceAttention(),
+        forward=forward or LayeredForward(model.decoder, ReferenceAttention()),
         sampler=sampler or Sampler(model.spec.vocab_size),
         **extra,
     )
