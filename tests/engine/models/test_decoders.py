@@ -4,6 +4,7 @@ import pytest
 import torch
 from dense_attention import DenseAttention, greedy, reference_greedy, reference_logits, reference_model, run
 
+from engine.models.layers import Linear
 from engine.models.registry import load_model
 
 CASES = {
@@ -164,3 +165,13 @@ def test_smollm2_equals_transformers(smollm2_dir):
     logits = run(loaded.decoder, prompt, DenseAttention(loaded.spec))
     torch.testing.assert_close(logits, reference_logits(reference, prompt), rtol=0, atol=1e-3)
     assert greedy(loaded.decoder, loaded.spec, prompt, 40, chunk=11) == reference_greedy(reference, prompt, 40)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(40, 64), (151, 33), (1, 7)])
+def test_a_packed_weight_can_be_had_plain(dtype, shape):
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    layer = Linear(weight.clone())
+    assert torch.equal(layer.plain_weight(), weight)
+    x = torch.randn(5, shape[1], generator=torch.Generator().manual_seed(2)).to(dtype)
+    torch.testing.assert_close(layer(x), torch.nn.functional.linear(x, weight))
