@@ -150,7 +150,28 @@ class TurnEndpoint:
         first_token: Callable[[], None],
     ) -> TurnError | None:
         """Returns the error that the stream ended with. Raises TurnError while nothing was sent, ClientGoneError."""
-        started = await self._started_in_time(running)
+        starting = asyncio.ensure_future(running.started())
+        try:
+            return await self._stream_from(starting, stream, arrival, turn, running, answer, first_token)
+        finally:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+
+    async def _stream_from(
+        self,
+        starting: asyncio.Future[None],
+        stream: EventStream,
+        arrival: Arrival,
+        turn: Turn,
+        running: RunningTurn,
+        answer: Answer,
+        first_token: Callable[[], None],
+    ) -> TurnError | None:
+        # The headers can say what was cached once the prompts have left their queues; but they do not wait for ever.
+        await asyncio.wait({starting}, timeout=self._http.headers_within)
+        if starting.done():
+            starting.result()
+        started = starting.done()
         headers = {
             REQUEST_ID: arrival.request_id,
             **session_headers(turn.session),
@@ -161,7 +182,7 @@ class TurnEndpoint:
         await stream.send(answer.opening(running))
         failure: TurnError | None = None
         try:
-            async with aclosing(running.events()) as events:
+            async with aclosing(_after(starting, running)) as events:
                 await self._pump(stream, events, answer, first_token)
             await stream.send(answer.closing(running))
         except TurnError as error:
@@ -175,15 +196,6 @@ class TurnEndpoint:
             await stream.send(answer.failure(failure))
         await stream.close()
         return failure
-
-    async def _started_in_time(self, running: RunningTurn) -> bool:
-        """Waits for the prompts to leave their queues, so that the headers can say what was cached; but not for ever."""
-        try:
-            async with asyncio.timeout(self._http.headers_within):
-                await running.started()
-        except TimeoutError:
-            return False
-        return True
 
     async def _pump(
         self,
@@ -268,6 +280,14 @@ class TurnEndpoint:
             duration,
             f" error={record.error!r}" if record.error else "",
         )
+
+
+async def _after(starting: asyncio.Future[None], running: RunningTurn) -> AsyncGenerator[TurnEvent, None]:
+    """The events of a turn; until it has started nobody else may wait on its generations."""
+    await starting
+    async with aclosing(running.events()) as events:
+        async for event in events:
+            yield event
 
 
 def _has_tokens(event: TurnEvent) -> bool:

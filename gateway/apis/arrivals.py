@@ -1,0 +1,45 @@
+"""What every request goes through first: key, body, identity."""
+
+from __future__ import annotations
+
+import time
+
+from aiohttp import web
+
+from gateway.apis.bodies import parse_object, read_body
+from gateway.apis.endpoint import Arrival
+from gateway.apis.headers import REQUEST_ID
+from gateway.auth import ApiKeys
+from gateway.config import GatewayConfig
+from gateway.turn import SessionRef
+from sessions.identity import identify
+
+
+class Arrivals:
+    """Turns an HTTP request into an Arrival. Every method raises TurnError."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self._keys = ApiKeys(config.api_keys)
+        self._http = config.http
+        self._sources = config.session_sources
+
+    def tenant(self, request: web.Request) -> str:
+        """The tenant whose key the request carries."""
+        return self._keys.tenant(request.headers)
+
+    async def body(self, request: web.Request) -> tuple[Arrival, list[str]]:
+        """The request's JSON object, and warnings. The key is checked before anything is read."""
+        self.tenant(request)
+        wall_clock, monotonic = time.time(), time.monotonic()
+        raw = await read_body(request, max_bytes=self._http.max_body_bytes, timeout=self._http.body_timeout)
+        body, warnings = parse_object(raw)
+        return Arrival(request, request[REQUEST_ID], body, wall_clock, monotonic), warnings
+
+    async def turn(self, request: web.Request) -> tuple[Arrival, SessionRef, list[str]]:
+        """As `body`, with the session that the request belongs to."""
+        arrival, warnings = await self.body(request)
+        found = identify(request.headers, arrival.body, tenant=self.tenant(request), order=self._sources)
+        session = SessionRef(
+            tenant=found.tenant, key=found.key, source=found.source, parent=found.parent, correlation=found.correlation
+        )
+        return arrival, session, warnings

@@ -1,0 +1,150 @@
+"""The endpoints of OpenAI's dialect."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from aiohttp import web
+
+from gateway.apis.arrivals import Arrivals
+from gateway.apis.endpoint import Arrival, TurnEndpoint
+from gateway.apis.headers import REQUEST_ID, warning_header
+from gateway.apis.openai.chat_answer import ChatAnswer
+from gateway.apis.openai.chat_request import parse_chat
+from gateway.apis.openai.completion_answer import CompletionAnswer
+from gateway.apis.openai.completion_request import parse_completion
+from gateway.apis.openai.sampling import bad_field
+from gateway.apis.openai.tokenizing import detokenize, tokenize
+from gateway.config import HttpConfig
+from gateway.models import ServedModel
+from gateway.pipeline import Pipeline
+from gateway.prompts import structural_tag
+from gateway.turn import Prompt, TurnError
+from gateway.workers.protocol import WorkerInfo
+from prefix_cache.hashing import unpack_tokens
+
+
+class OpenAIRoutes:
+    """Chat Completions, Completions, models, and tokenising."""
+
+    def __init__(self, pipeline: Pipeline, endpoint: TurnEndpoint, arrivals: Arrivals, http: HttpConfig) -> None:
+        self._pipeline = pipeline
+        self._endpoint = endpoint
+        self._arrivals = arrivals
+        self._http = http
+        self._created = int(time.time())
+
+    def add_to(self, router: web.UrlDispatcher) -> None:
+        """Registers the endpoints."""
+        router.add_post("/v1/chat/completions", self.chat)
+        router.add_post("/v1/completions", self.completions)
+        router.add_get("/v1/models", self.models)
+        router.add_get("/v1/models/{name:.+}", self.model)
+        router.add_post("/tokenize", self.tokenize)
+        router.add_post("/detokenize", self.detokenize)
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        arrival, session, warnings = await self._arrivals.turn(request)
+        model = self._find_model(arrival)
+        turn, options = parse_chat(
+            dict(arrival.body),
+            model=model,
+            session=session,
+            request_id="chatcmpl-" + secrets.token_hex(16),
+            max_choices=self._http.max_choices,
+            warnings=warnings,
+        )
+        prompt_ids: list[int] = []
+
+        async def make_prompts(info: WorkerInfo) -> Sequence[Prompt]:
+            prompt = await self._pipeline.prompts.from_turn(model, turn, info)
+            if options.return_token_ids:
+                prompt_ids.extend(unpack_tokens(prompt.packed_token_ids).tolist())
+            return (prompt,)
+
+        answer = ChatAnswer(
+            model, turn, options, created=int(arrival.wall_clock), fingerprint=self._fingerprint(model), prompt_ids=prompt_ids
+        )
+        return await self._endpoint.deliver(arrival, model, turn, make_prompts, answer)
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        arrival, session, warnings = await self._arrivals.turn(request)
+        model = self._find_model(arrival)
+        turn, options = parse_completion(
+            dict(arrival.body),
+            model=model,
+            session=session,
+            request_id="cmpl-" + secrets.token_hex(16),
+            max_choices=self._http.max_choices,
+            max_prompts=self._http.max_prompts,
+            warnings=warnings,
+        )
+        prompt_ids: list[list[int]] = []
+
+        async def make_prompts(info: WorkerInfo) -> Sequence[Prompt]:
+            grammar = structural_tag(model, turn)
+            prompts = []
+            for position, given in enumerate(options.prompts):
+                field = "prompt" if len(options.prompts) == 1 else f"prompt[{position}]"
+                if isinstance(given, str):
+                    prompt = await self._pipeline.prompts.from_text(
+                        model, given, info, cache_salt=turn.cache_salt, grammar=grammar, field=field
+                    )
+                else:
+                    prompt = self._pipeline.prompts.from_ids(
+                        model, given, info, cache_salt=turn.cache_salt, grammar=grammar, field=field
+                    )
+                prompts.append(prompt)
+            if options.return_token_ids:
+                prompt_ids.extend(unpack_tokens(prompt.packed_token_ids).tolist() for prompt in prompts)
+            return prompts
+
+        answer = CompletionAnswer(
+            model, turn, options, created=int(arrival.wall_clock), fingerprint=self._fingerprint(model), prompt_ids=prompt_ids
+        )
+        return await self._endpoint.deliver(arrival, model, turn, make_prompts, answer, plain=True)
+
+    async def models(self, request: web.Request) -> web.Response:
+        self._arrivals.tenant(request)
+        data = [self._card(model, name) for model in self._pipeline.models.all for name in (model.name, *model.aliases)]
+        return web.json_response({"object": "list", "data": data})
+
+    async def model(self, request: web.Request) -> web.Response:
+        self._arrivals.tenant(request)
+        name = request.match_info["name"]
+        return web.json_response(self._card(self._pipeline.models.find(name), name))
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        arrival, warnings = await self._arrivals.body(request)
+        answer = await tokenize(dict(arrival.body), self._pipeline, warnings)
+        return web.json_response(answer, headers={REQUEST_ID: arrival.request_id, **warning_header(warnings)})
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        arrival, warnings = await self._arrivals.body(request)
+        answer = detokenize(dict(arrival.body), self._pipeline, warnings)
+        return web.json_response(answer, headers={REQUEST_ID: arrival.request_id, **warning_header(warnings)})
+
+    def _find_model(self, arrival: Arrival) -> ServedModel:
+        """Before anything else is read: an unknown model is a better complaint than any other."""
+        name = arrival.body.get("model")
+        if name is not None and not isinstance(name, str):
+            raise bad_field("model", "a string is expected")
+        return self._pipeline.models.find(name)
+
+    def _card(self, model: ServedModel, name: str) -> dict[str, Any]:
+        card: dict[str, Any] = {"id": name, "object": "model", "created": self._created, "owned_by": "turnkeep"}
+        if name != model.name:
+            card["root"] = model.name
+        try:
+            card["max_model_len"] = self._pipeline.pool_info(model).max_model_len
+        except TurnError:
+            # No worker is up yet; the list is right all the same.
+            pass
+        return card
+
+    def _fingerprint(self, model: ServedModel) -> str:
+        """Changes when the weights or the way of computing do: the pool's KV namespace."""
+        return "tk-" + self._pipeline.pool_info(model).namespace[:12]

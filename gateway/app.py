@@ -1,0 +1,116 @@
+"""The gateway's HTTP application: routes, and errors as sentences in the caller's dialect."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Awaitable, Callable, Sequence
+
+import orjson
+from aiohttp import web
+
+from gateway.apis.arrivals import Arrivals
+from gateway.apis.endpoint import TurnEndpoint
+from gateway.apis.headers import REQUEST_ID, request_id
+from gateway.apis.openai.errors import error_body
+from gateway.apis.openai.routes import OpenAIRoutes
+from gateway.config import GatewayConfig
+from gateway.pipeline import Pipeline
+from gateway.turn import TurnError
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+ReadyReasons = Callable[[], Sequence[str]]
+"""Why the gateway is not ready to serve, beyond models without workers; empty when it is."""
+
+MAX_HEADER_BYTES = 64 * 1024
+
+
+def make_app(config: GatewayConfig, pipeline: Pipeline, *, reasons: ReadyReasons = tuple) -> web.Application:
+    """The application. Serve it with `gateway.server.HttpServer`, which cancels a handler when its client leaves."""
+    # Bodies are bounded while they are read (gateway.apis.bodies), in the caller's dialect.
+    app = web.Application(middlewares=[_answer_errors], client_max_size=0)
+    arrivals = Arrivals(config)
+    OpenAIRoutes(pipeline, TurnEndpoint(pipeline, config.http), arrivals, config.http).add_to(app.router)
+    _Probes(pipeline, reasons).add_to(app.router)
+    app.on_cleanup.append(_closing(pipeline))
+    return app
+
+
+class _Probes:
+    """What orchestrators and scrapers ask. Open to everybody: they say nothing about what anybody sent."""
+
+    def __init__(self, pipeline: Pipeline, reasons: ReadyReasons) -> None:
+        self._pipeline = pipeline
+        self._reasons = reasons
+
+    def add_to(self, router: web.UrlDispatcher) -> None:
+        router.add_get("/health", self.health)
+        router.add_get("/ready", self.ready)
+        router.add_get("/metrics", self.metrics)
+
+    async def health(self, request: web.Request) -> web.Response:
+        """200 as long as the process answers at all."""
+        return web.json_response({"status": "ok"})
+
+    async def ready(self, request: web.Request) -> web.Response:
+        """200 when every model has a worker; else 503 with the reasons."""
+        reasons = list(self._reasons())
+        for model in self._pipeline.models.all:
+            try:
+                self._pipeline.pool_info(model)
+            except TurnError as error:
+                reasons.append(error.message)
+        if reasons:
+            return web.json_response({"status": "not ready", "reasons": reasons}, status=503, headers={"Retry-After": "1"})
+        return web.json_response({"status": "ready"})
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        telemetry = self._pipeline.telemetry
+        return web.Response(body=telemetry.render_metrics(), headers={"Content-Type": telemetry.METRICS_CONTENT_TYPE})
+
+
+@web.middleware
+async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Whatever goes wrong before an answer has begun becomes an error body; nothing else leaves the process."""
+    known_as = request_id(request.headers)
+    request[REQUEST_ID] = known_as
+    try:
+        response = await handler(request)
+    except TurnError as error:
+        response = error_response(error)
+    except web.HTTPException as error:
+        response = error_response(_from_aiohttp(request, error), error)
+    except Exception:
+        log.exception("request %s failed", known_as)
+        response = error_response(TurnError(500, "internal_error", "The gateway failed on this request; its log says why."))
+    if not response.prepared:
+        response.headers.setdefault(REQUEST_ID, known_as)
+    return response
+
+
+def error_response(error: TurnError, source: web.HTTPException | None = None) -> web.Response:
+    """An error in OpenAI's shape, with Retry-After where it has one."""
+    headers = {"Allow": source.headers["Allow"]} if source is not None and "Allow" in source.headers else {}
+    if error.retry_after is not None:
+        headers["Retry-After"] = str(math.ceil(error.retry_after))
+    return web.Response(
+        status=error.status, body=orjson.dumps(error_body(error)), content_type="application/json", headers=headers
+    )
+
+
+def _from_aiohttp(request: web.Request, error: web.HTTPException) -> TurnError:
+    if error.status == 404:
+        return TurnError(404, "not_found", f"There is nothing at {request.path[:200]}. docs/http-api.md lists the endpoints.")
+    if error.status == 405:
+        allowed = error.headers.get("Allow", "another method")
+        return TurnError(405, "method_not_allowed", f"{request.path[:200]} takes {allowed}, not {request.method}.")
+    return TurnError(error.status, "invalid_request", f"{error.reason}.")
+
+
+def _closing(pipeline: Pipeline) -> Callable[[web.Application], Awaitable[None]]:
+    async def close(_app: web.Application) -> None:
+        pipeline.close()
+
+    return close
