@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -149,23 +150,26 @@ class ReplicaClient:
         """Sends a request and waits for the head of the answer."""
         session = self._open_session()
         url = URL(self._base + path, encoded=True)
-        # A kept-alive connection may have been closed by the worker just now: that says nothing about the worker.
-        for is_last in (False, True):
+        while True:
+            use = _ConnectionUse()
             try:
-                return await session.request(method, url, data=body, headers=headers, allow_redirects=False)
+                return await session.request(
+                    method, url, data=body, headers=headers, allow_redirects=False, trace_request_ctx=use
+                )
             except (aiohttp.ServerDisconnectedError, ConnectionResetError, BrokenPipeError) as error:
-                if is_last:
+                # A kept-alive connection that the worker closed just now says nothing about the worker. It is gone from
+                # the idle ones, so this ends with a new connection at the latest.
+                if not use.kept_alive:
                     raise WorkerUnavailableError(f"worker {self._url} hung up: {describe(error)}", reached=True) from error
             except aiohttp.ClientConnectorError as error:
                 raise WorkerUnavailableError(
                     f"worker {self._url} cannot be reached: {describe(error)}", reached=False
                 ) from error
             except (aiohttp.ClientConnectionError, OSError) as error:
-                reached = not isinstance(error, aiohttp.ConnectionTimeoutError | FileNotFoundError | ConnectionRefusedError)
+                reached = not isinstance(error, aiohttp.ConnectionTimeoutError)
                 raise WorkerUnavailableError(f"worker {self._url}: {describe(error)}", reached=reached) from error
             except aiohttp.ClientError as error:
                 raise WorkerUnavailableError(f"worker {self._url} does not speak HTTP: {error}", reached=True) from error
-        raise AssertionError("unreachable")
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._closed:
@@ -181,8 +185,25 @@ class ReplicaClient:
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
                 skip_auto_headers=("User-Agent", "Accept-Encoding"),
+                trace_configs=[_kept_alive_tracing()],
             )
         return self._session
+
+
+@dataclass(slots=True)
+class _ConnectionUse:
+    """Of one request."""
+
+    kept_alive: bool = False
+
+
+def _kept_alive_tracing() -> aiohttp.TraceConfig:
+    async def reused(_: aiohttp.ClientSession, context: Any, __: aiohttp.TraceConnectionReuseconnParams) -> None:
+        context.trace_request_ctx.kept_alive = True
+
+    config = aiohttp.TraceConfig()
+    config.on_connection_reuseconn.append(reused)
+    return config
 
 
 class ReplicaStream:
