@@ -11,7 +11,7 @@ from aiohttp import web
 
 from gateway.apis.arrivals import Arrivals
 from gateway.apis.endpoint import TurnEndpoint
-from gateway.apis.headers import REQUEST_ID, request_id
+from gateway.apis.headers import KNOWN_AS, REQUEST_ID, request_id
 from gateway.apis.openai.errors import error_body
 from gateway.apis.openai.routes import OpenAIRoutes
 from gateway.config import GatewayConfig
@@ -75,7 +75,7 @@ class _Probes:
 async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Whatever goes wrong before an answer has begun becomes an error body; nothing else leaves the process."""
     known_as = request_id(request.headers)
-    request[REQUEST_ID] = known_as
+    request[KNOWN_AS] = known_as
     try:
         response = await handler(request)
     except TurnError as error:

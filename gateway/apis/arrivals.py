@@ -8,7 +8,7 @@ from aiohttp import web
 
 from gateway.apis.bodies import parse_object, read_body
 from gateway.apis.endpoint import Arrival
-from gateway.apis.headers import REQUEST_ID
+from gateway.apis.headers import KNOWN_AS
 from gateway.auth import ApiKeys
 from gateway.config import GatewayConfig
 from gateway.turn import SessionRef
@@ -33,7 +33,7 @@ class Arrivals:
         wall_clock, monotonic = time.time(), time.monotonic()
         raw = await read_body(request, max_bytes=self._http.max_body_bytes, timeout=self._http.body_timeout)
         body, warnings = parse_object(raw)
-        return Arrival(request, request[REQUEST_ID], body, wall_clock, monotonic), warnings
+        return Arrival(request, request[KNOWN_AS], body, wall_clock, monotonic), warnings
 
     async def turn(self, request: web.Request) -> tuple[Arrival, SessionRef, list[str]]:
         """As `body`, with the session that the request belongs to."""

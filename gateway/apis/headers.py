@@ -6,10 +6,14 @@ import secrets
 from collections.abc import Iterable, Mapping
 from urllib.parse import quote
 
+from aiohttp import web
+
 from gateway.running import RunningTurn
 from gateway.turn import SessionRef
 
 REQUEST_ID = "X-Request-ID"
+KNOWN_AS = web.RequestKey("known_as", str)
+"""Where the application keeps a request's id while it is served."""
 REPLICA = "X-Turnkeep-Replica"
 SESSION = "X-Turnkeep-Session"
 CACHED_TOKENS = "X-Turnkeep-Cached-Tokens"
