@@ -27,7 +27,7 @@ class RuntimeDir:
 
     def __init__(self, parent: Path | None = None) -> None:
         """Raises ValueError when `parent` is no directory to write in, or so long that no socket fits below it."""
-        root = Path(tempfile.gettempdir()) if parent is None else parent.absolute()
+        root = _default_parent() if parent is None else parent.absolute()
         _remove_stale(root)
         while True:
             try:
@@ -53,6 +53,13 @@ class RuntimeDir:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = -1
+
+
+def _default_parent() -> Path:
+    """The system's directory for temporary files; where its path is too long, the one that is always there."""
+    usual = Path(tempfile.gettempdir())
+    fits = len(os.fsencode(usual)) + len("/") + len(_PREFIX) + 8 + _LONGEST_NAME <= _MAX_SOCKET_PATH
+    return usual if fits else Path("/tmp")
 
 
 def _remove_stale(root: Path) -> None:
