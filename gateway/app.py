@@ -85,6 +85,10 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
     except Exception:
         log.exception("request %s failed", known_as)
         response = error_response(TurnError(500, "internal_error", "The gateway failed on this request; its log says why."))
+    if request.content.exception() is not None:
+        # The rest of the body cannot be read, so nothing after it on this connection can be either.
+        response.force_close()
+        request.content.feed_eof()
     if not response.prepared:
         response.headers.setdefault(REQUEST_ID, known_as)
     return response

@@ -14,7 +14,7 @@ from gateway.choices import ChoiceDecoder
 from gateway.config import GatewayConfig
 from gateway.models import ModelRegistry, ServedModel
 from gateway.prompts import PromptBuilder
-from gateway.running import RunningTurn, Usage
+from gateway.running import RunningTurn, Usage, close_all
 from gateway.telemetry.telemetry import Telemetry
 from gateway.turn import Dispatcher, Generation, Prompt, Turn, TurnObserver, TurnRecord
 from gateway.workers.protocol import SamplingParams, WorkerInfo
@@ -81,7 +81,7 @@ class Pipeline:
                     )
                 )
         except BaseException:
-            await asyncio.gather(*(generation.aclose() for generation in generations), return_exceptions=True)
+            await asyncio.shield(close_all(generations))
             raise
         decoders = [self._decoder(model, turn, index, plain=plain) for index in range(turn.sampling.n * len(prompts))]
         return RunningTurn(generations, decoders, Usage(prompt_tokens=sum(prompt.num_tokens for prompt in prompts)))

@@ -123,11 +123,9 @@ def structural_tag(model: ServedModel, turn: Turn) -> str | None:
         if refused.tool is not None:
             position = next((i for i, tool in enumerate(turn.tools) if tool.name == refused.tool), None)
             param = f"/tools/{position}/function/parameters{where}" if position is not None else "tools"
-            message = f"The tool '{refused.tool}' cannot be used: {refused.message} (at {param})"
         else:
             param = f"/response_format/json_schema/schema{where}" if refused.pointer is not None else "response_format"
-            message = refused.message
-        raise TurnError(400, "invalid_schema", message, param=param) from refused
+        raise TurnError(400, "invalid_schema", refused.message, param=param) from refused
 
 
 def _encoded(model: ServedModel, text: str, *, special: bool, field: str) -> list[int]:

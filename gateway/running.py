@@ -27,6 +27,14 @@ class Usage:
         return self.prompt_tokens + self.completion_tokens
 
 
+async def close_all(generations: Sequence[Generation]) -> None:
+    """Ends all of them, whatever becomes of one; then raises what went wrong first."""
+    results = await asyncio.gather(*(generation.aclose() for generation in generations), return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+
+
 class RunningTurn:
     """Generations of one turn (one for each prompt) and the decoders of their choices, numbered prompt by prompt."""
 
@@ -38,7 +46,7 @@ class RunningTurn:
         self._cached = [0] * len(generations)
         self._completion = [0] * len(generations)
         self._prompt_tokens = usage.prompt_tokens
-        self._closed = False
+        self._closing: asyncio.Future[None] | None = None
 
     @property
     def receipts(self) -> tuple[Receipt, ...]:
@@ -100,11 +108,10 @@ class RunningTurn:
             raise TurnError(502, "worker_error", "The worker's answer ended before the generation did. Try again.")
 
     async def aclose(self) -> None:
-        """Ends the generations that still run, at once; idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        await asyncio.gather(*(generation.aclose() for generation in self._generations))
+        """Ends the generations that still run, at once; idempotent. It comes to its end also when it is cancelled."""
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(close_all(self._generations))
+        await asyncio.shield(self._closing)
 
     def _decoder(self, position: int, index: int) -> ChoiceDecoder:
         if not 0 <= index < self._per_generation:

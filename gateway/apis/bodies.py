@@ -41,7 +41,7 @@ async def read_body(request: web.Request, *, max_bytes: int, timeout: float) -> 
             "body_timeout",
             f"The body did not arrive within {timeout:g} seconds: {len(received)} bytes came. Send it in one go.",
         ) from error
-    except (ClientPayloadError, HttpProcessingError, ConnectionError) as error:
+    except (ClientPayloadError, web.RequestPayloadError, HttpProcessingError, ConnectionError) as error:
         raise TurnError(
             400, "malformed_body", f"The body broke off after {len(received)} bytes, or is not encoded as its headers say."
         ) from error
@@ -101,9 +101,12 @@ def fit(value: object, kind: type[T], *, at: str = "") -> T:
         text = str(error)
         found = _PATH.search(text)
         path = found["path"] if found else ""
-        text = _friendly(text[: found.start()] if found else text)
-        if not path and (missing := re.search(r"required field `([^`]+)`", text)):
-            path = missing[1]
+        missing = re.search(r"missing required field `([^`]+)`", text)
+        if missing:
+            path = f"{path}.{missing[1]}" if path else missing[1]
+            text = "this field is missing"
+        else:
+            text = _friendly(text[: found.start()] if found else text)
         path = f"{at}.{path}" if at and path and not path.startswith("[") else at + path
         raise TurnError(400, "invalid_request", f"{path + ': ' if path else ''}{text}.", param=path or None) from error
 

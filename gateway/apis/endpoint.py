@@ -79,6 +79,7 @@ class TurnEndpoint:
         outcome = _Outcome()
         failure: BaseException | None = None
         response: web.StreamResponse | None = None
+        stream: EventStream | None = None
         try:
             info = self._pipeline.pool_info(model)
             prompts = await make_prompts(info)
@@ -121,6 +122,8 @@ class TurnEndpoint:
                 )
             elif failure is not None:
                 span.failed(asyncio.CancelledError() if isinstance(failure, ClientGoneError) else failure)
+            if stream is not None and isinstance(failure, ClientGoneError):
+                stream.drop()
         return response
 
     async def _whole(

@@ -58,12 +58,15 @@ class EventStream:
             async with asyncio.timeout(self._write_timeout):
                 await self.response.write(data)
         except TimeoutError as error:
-            if self._request.transport is not None:
-                self._request.transport.abort()
             raise ClientGoneError(f"the client read nothing for {self._write_timeout:g} seconds") from error
         except ConnectionError as error:
             raise ClientGoneError("the client closed the connection") from error
         self._last_write = self._loop.time()
+
+    def drop(self) -> None:
+        """Ends the connection without another byte. It cancels the request's handler, so nothing may be left to do there."""
+        if self._request.transport is not None:
+            self._request.transport.abort()
 
     async def close(self) -> None:
         """Ends the body. Raises ClientGoneError."""

@@ -152,12 +152,15 @@ class FakeObserver:
 
     def __init__(self):
         self.records = []
+        self._heard = asyncio.Event()
 
     def turn_finished(self, record):
         self.records.append(record)
+        self._heard.set()
 
     async def wait(self, count):
         async with asyncio.timeout(5):
             while len(self.records) < count:
-                await asyncio.sleep(0.005)
+                self._heard.clear()
+                await self._heard.wait()
         return self.records
