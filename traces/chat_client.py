@@ -11,8 +11,9 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from gateway.apis.headers import REPLICA
+
 SESSION_HEADER = "X-Session-ID"
-WORKER_HEADER = "X-Turnkeep-Worker"
 MAX_EVENT_BYTES = 16 * 1024 * 1024
 MAX_ERROR_TEXT = 500
 
@@ -107,7 +108,7 @@ class ChatClient:
             ) as response:
                 if response.status != 200:
                     raise ChatError(await _refusal(response), response.status)
-                answer.worker = response.headers.get(WORKER_HEADER)
+                answer.worker = response.headers.get(REPLICA)
                 await _collect(response, answer)
         except TimeoutError as error:
             raise ChatError(f"{self.base} was silent for too long") from error

@@ -70,7 +70,7 @@ class FakeServer:
             pieces, calls = self.answer(body)
         tokens = tokens_of(body)
         cached = self.cache.add(tokens)
-        headers = {"Content-Type": "text/event-stream", "X-Turnkeep-Worker": "fake-0"}
+        headers = {"Content-Type": "text/event-stream", "X-Turnkeep-Replica": "fake-0"}
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
 
