@@ -207,8 +207,8 @@ def tool_dict(tool: Tool) -> dict[str, Any]:
     function: dict[str, Any] = {"name": tool.name}
     if tool.description is not None:
         function["description"] = tool.description
-    if tool.parameters is not None:
-        function["parameters"] = tool.parameters
+    # Templates read into the schema without looking whether there is one.
+    function["parameters"] = tool.parameters if tool.parameters is not None else {"type": "object", "properties": {}}
     return {"type": "function", "function": function}
 
 

@@ -1,7 +1,8 @@
 """Text to token ids and back, by the `tokenizers` library alone: loads in milliseconds, and releases the GIL while it works.
 
 The ids are those of transformers' fast tokenizers for the same directory (tests compare them): rendered chat templates are
-encoded without special tokens, because templates write their own BOS; plain prompts are encoded with them.
+encoded without special tokens, because templates write their own BOS; plain prompts are encoded with those that the
+post-processor of tokenizer.json adds (add_bos_token in tokenizer_config.json counts for nothing beside it).
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from typing import Any
 import msgspec
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
-from tokenizers.processors import TemplateProcessing
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MAX_TEMPLATE_BYTES = 4 * 2**20
@@ -37,8 +37,6 @@ class TokenizerFiles:
     directory: Path
     special_tokens: Mapping[str, str]
     chat_templates: Mapping[str, str]
-    add_bos: bool | None
-    add_eos: bool | None
     sampling_defaults: Mapping[str, float]
     eos_token_ids: tuple[int, ...] = ()
 
@@ -59,8 +57,6 @@ def read_tokenizer_files(directory: Path) -> TokenizerFiles:
         directory=directory,
         special_tokens=MappingProxyType(tokens),
         chat_templates=MappingProxyType(_chat_templates(directory, config.get("chat_template"))),
-        add_bos=_optional_bool(config.get("add_bos_token")),
-        add_eos=_optional_bool(config.get("add_eos_token")),
         sampling_defaults=MappingProxyType(_sampling_defaults(generation)),
         eos_token_ids=_token_ids(generation.get("eos_token_id")),
     )
@@ -82,7 +78,6 @@ class TextTokenizer:
             backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in missing])
         self._files = files
         self._backend = backend
-        self._set_post_processor()
         eos = files.special_tokens.get("eos_token")
         named = None if eos is None else backend.token_to_id(eos)
         self.eos_token_ids: frozenset[int] = frozenset((*files.eos_token_ids, *(() if named is None else (named,))))
@@ -92,20 +87,6 @@ class TextTokenizer:
     def load(cls, directory: Path) -> TextTokenizer:
         """The tokenizer of a model directory. Raises ModelFilesError."""
         return cls(read_tokenizer_files(directory))
-
-    def _set_post_processor(self) -> None:
-        """tokenizer_config.json overrules tokenizer.json on BOS and EOS, as in transformers."""
-        files = self._files
-        if files.add_bos is None and files.add_eos is None and self._backend.post_processor is not None:
-            return
-        pieces, named = ["$A:0"], []
-        for wanted, name in ((files.add_bos, "bos_token"), (files.add_eos, "eos_token")):
-            text = files.special_tokens.get(name)
-            if not wanted or text is None:
-                continue
-            pieces.insert(0 if name == "bos_token" else len(pieces), f"{text}:0")
-            named.append((text, self._backend.token_to_id(text)))
-        self._backend.post_processor = TemplateProcessing(single=pieces, pair=[*pieces, "$B:1"], special_tokens=named)
 
     @property
     def files(self) -> TokenizerFiles:
@@ -129,7 +110,7 @@ class TextTokenizer:
         """
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except UnicodeEncodeError as error:
+        except (UnicodeEncodeError, TypeError) as error:
             raise ValueError("the text holds half of a surrogate pair, which is no character") from error
         return ids
 
@@ -198,10 +179,6 @@ def _token_text(value: object) -> str | None:
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) and value else None
-
-
-def _optional_bool(value: object) -> bool | None:
-    return value if isinstance(value, bool) else None
 
 
 def _chat_templates(directory: Path, configured: object) -> dict[str, str]:

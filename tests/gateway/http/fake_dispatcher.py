@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from gateway.turn import Receipt, TurnError
 from gateway.workers.protocol import Done, Finished, Started, TokenLogprob, Tokens, WorkerInfo
@@ -18,7 +18,7 @@ CHATML = (
 EOS = "<|im_end|>"
 
 
-def write_model(directory: Path, *, template: str | None = CHATML) -> Path:
+def write_model(directory: Path, *, template: str | None = CHATML, adds_bos: bool = False) -> Path:
     """A byte-level tokenizer without merges (one token a byte) and a chat template."""
     directory.mkdir(parents=True, exist_ok=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -26,6 +26,9 @@ def write_model(directory: Path, *, template: str | None = CHATML) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("<|endoftext|>", "<|im_start|>", EOS)])
+    if adds_bos:
+        bos = ("<|im_start|>", tokenizer.token_to_id("<|im_start|>"))
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {"bos_token": "<|im_start|>", "eos_token": EOS, "pad_token": EOS, "unk_token": "<|endoftext|>"}
     if template is not None:

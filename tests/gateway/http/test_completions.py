@@ -1,6 +1,6 @@
 import pytest
 from conftest import run_gateway
-from fake_dispatcher import Script
+from fake_dispatcher import Script, write_model
 
 from prefix_cache.hashing import unpack_tokens
 
@@ -154,16 +154,11 @@ async def test_one_prompt_that_fails_ends_the_others(gateway):
 
 
 async def test_a_prompt_gets_the_special_tokens_of_its_tokenizer(tmp_path):
-    import json
-
-    from fake_dispatcher import write_model
-
-    directory = write_model(tmp_path / "bos")
-    config = json.loads((directory / "tokenizer_config.json").read_text())
-    (directory / "tokenizer_config.json").write_text(json.dumps({**config, "add_bos_token": True}))
-    async with run_gateway(directory) as gateway:
+    async with run_gateway(write_model(tmp_path, adds_bos=True)) as gateway:
         await complete(gateway, prompt="ab")
         assert gateway.dispatcher.prompt_text() == "<|im_start|>ab"
         # A chat template writes its own: no second one.
         await gateway.chat()
         assert gateway.dispatcher.prompt_text().startswith("<|im_start|>user")
+        assert (await gateway.json("/tokenize", {"prompt": "ab"}))["count"] == 3
+        assert (await gateway.json("/tokenize", {"prompt": "ab", "add_special_tokens": False}))["count"] == 2

@@ -20,8 +20,8 @@ scalars = (
     | st.text(max_size=8)
 )
 WORDS = (
-    "type function name parameters text content role tool_calls arguments schema json_schema mode tools allowed_tools session_id "
-    "user_id include_usage properties id enum json $ref"
+    "type function name parameters text content role tool_calls arguments schema json_schema mode tools allowed_tools "
+    "session_id user_id include_usage properties id enum json $ref"
 )
 keys = st.sampled_from(WORDS.split()) | st.text(max_size=4)
 anything = st.recursive(
