@@ -43,18 +43,23 @@ def most_likely(logits: torch.Tensor, count: int) -> torch.Tensor:
     A plain topk leaves the order of equal logits (common with bfloat16 weights) to chance and batch size.
     """
     if logits.device.type == "cpu":
-        return torch.from_numpy(np.stack([_most_likely_of(row, count) for row in logits.numpy()]))
-    # Keys without equals: the float's bits, made to order as integers do, above the complement of the id. -0 counts as 0.
+        return torch.from_numpy(np.stack([_by_selection(row, count) for row in logits.numpy()]))
+    return by_integer_keys(logits, count)
+
+
+def _by_selection(row: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.int64]:
+    """int64 [count], for one row: only tokens at or above the last value reported are sorted."""
+    rank = len(row) - count
+    ids = np.flatnonzero(row >= np.partition(row, rank)[rank])
+    order = np.argsort(-row[ids], kind="stable")
+    return ids[order[:count]]
+
+
+def by_integer_keys(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """int64 [N, count], on any device, by a topk of keys without equals: the float's bits, made to order as integers do,
+    above the complement of the id. -0 counts as 0."""
     bits = (logits + 0.0).view(torch.int32)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
     complement = 0xFFFFFFFF - torch.arange(logits.shape[1], device=logits.device)
     keys = (ordered << 32) | complement
     return 0xFFFFFFFF - (torch.topk(keys, count, dim=-1).values & 0xFFFFFFFF)
-
-
-def _most_likely_of(row: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.int64]:
-    """The same for one row in the CPU's memory."""
-    rank = len(row) - count
-    ids = np.flatnonzero(row >= np.partition(row, rank)[rank])
-    order = np.argsort(-row[ids], kind="stable")
-    return ids[order[:count]]

@@ -24,9 +24,9 @@ class StopChecker:
     eos_token_ids: the model's end tokens. detokenizer: an empty one, needed only where `params.stop` is not empty.
     max_total: tokens that prompt (`prompt_tokens` of it) and generation may hold together; None: no limit.
 
-    EOS and stop ids end the generation whenever they come: the sampler masks them until `min_tokens`, so earlier ones were
-    forced by a grammar that leaves no other token. Stop strings are looked for in the text that comes after the first
-    `min_tokens` tokens (as vLLM does). A token that both stops and fills the length counts as a stop.
+    EOS and stop ids end the generation whenever they come, and have no text: the sampler masks them until `min_tokens`, so
+    earlier ones were forced by a grammar that leaves no other token. Stop strings are looked for in the text that comes after
+    the first `min_tokens` tokens (as vLLM does). A token that both stops and fills the length counts as a stop.
     """
 
     def __init__(
@@ -59,21 +59,21 @@ class StopChecker:
     def append(self, token_id: int) -> StopDecision | None:
         """Counts and reads one generated token; None: go on."""
         self._generated += 1
-        matched = None if self._stream is None else self._stream.feed((token_id,))[1]
         if token_id in self._eos:
-            return StopDecision("stop", self._last_match(matched))
+            return StopDecision("stop", self._last_match())
         if token_id in self._stop_ids:
-            return StopDecision("stop", self._last_match(matched) or token_id)
+            return StopDecision("stop", self._last_match() or token_id)
+        matched = None if self._stream is None else self._stream.feed((token_id,))[1]
         if matched is not None:
             return StopDecision("stop", matched)
         if self._limit is not None and self._generated >= self._limit:
-            matched = self._last_match(None)
+            matched = self._last_match()
             return StopDecision("length") if matched is None else StopDecision("stop", matched)
         return None
 
-    def _last_match(self, matched: str | None) -> str | None:
+    def _last_match(self) -> str | None:
         """The stop string found once no more text comes: one that could still have become part of an exempt region."""
-        if matched is not None or self._stream is None:
-            return matched
+        if self._stream is None:
+            return None
         self._stream.finish()
         return self._stream.matched
