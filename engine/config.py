@@ -10,6 +10,7 @@ from prefix_cache.hashing import DEFAULT_BLOCK_SIZE
 
 DTypeName = Literal["auto", "bfloat16", "float16", "float32"]
 Policy = Literal["fcfs", "priority"]
+Kernels = Literal["auto", "reference"]
 
 
 class ConfigError(ValueError):
@@ -30,7 +31,8 @@ class EngineConfig:
     that is less). max_num_seqs: choices that run at once. max_num_batched_tokens: tokens a step computes at most; a longer
     prefill is spread over several steps, beside which others go on decoding.
 
-    policy: fcfs, or priority (lower first, ties by arrival). threads: of torch (None: as torch finds).
+    policy: fcfs, or priority (lower first, ties by arrival). threads: that compute (None: as torch finds). kernels: auto is
+    the fastest that the machine can build, reference is plain torch.
     """
 
     model: Path
@@ -47,6 +49,7 @@ class EngineConfig:
     prefix_caching: bool = True
     policy: Policy = "fcfs"
     threads: int | None = None
+    kernels: Kernels = "auto"
 
     def __post_init__(self) -> None:
         """Raises ConfigError."""
@@ -65,5 +68,7 @@ class EngineConfig:
             raise ConfigError("max_model_len is 1; a prompt and one generated token need at least 2.")
         if self.policy not in ("fcfs", "priority"):
             raise ConfigError(f"policy is {self.policy!r}; it must be fcfs or priority.")
+        if self.kernels not in ("auto", "reference"):
+            raise ConfigError(f"kernels is {self.kernels!r}; it must be auto or reference.")
         if self.dtype not in ("auto", "bfloat16", "float16", "float32"):
             raise ConfigError(f"dtype is {self.dtype!r}; it must be auto, bfloat16, float16 or float32.")

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
+from engine.checkpoints.cache import default_cache_dir
 from engine.checkpoints.errors import CheckpointError
 from engine.checkpoints.progress import Report, silent
 from engine.config import ConfigError, EngineConfig
 from engine.engine import Engine
-from engine.forward import Forward, LayeredForward
-from engine.kernels.reference import ReferenceAttention
+from engine.forward_choice import choose_forward
 from engine.kv_memory import KVBudget, kv_budget
 from engine.models.registry import LoadedModel, load_model
 from engine.sampling.sampler import Sampler
@@ -44,8 +44,8 @@ def load_engine(
 ) -> Engine:
     """Loads the model of a configuration, sizes its KV memory and makes the engine. Sets torch's threads if configured.
 
-    cache_dir: where digests of weight files are remembered. Raises CheckpointError for a model that cannot be loaded and
-    ConfigError for settings that do not fit it or this machine.
+    cache_dir: where digests of weight files and built kernels are kept (default: the user's cache directory). Raises
+    CheckpointError for a model that cannot be loaded and ConfigError for settings that do not fit it or this machine.
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -55,7 +55,7 @@ def load_engine(
         raise ConfigError(
             f"max_model_len is {config.max_model_len}, but the model's positions end at {spec.max_context}; lower it."
         )
-    forward: Forward = LayeredForward(model.decoder, ReferenceAttention())
+    forward = choose_forward(config, model.decoder, (cache_dir or default_cache_dir()) / "kernels")
     sampler = Sampler(spec.vocab_size, model.decoder.device)
     budget = kv_budget(config, model, forward, sampler)
     max_model_len = _max_model_len(config, model, budget)

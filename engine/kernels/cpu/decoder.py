@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,10 +32,14 @@ class LayerTensors:
 
 @dataclass(frozen=True, slots=True)
 class DecoderTensors:
-    """A decoder's weights: embedding and head [vocab, hidden]; cos and sin float32 [positions, dim / 2]."""
+    """A decoder's weights: embedding and head [vocab, hidden]; cos and sin float32 [positions, dim / 2].
+
+    `layers` is read once and one at a time, so that a generator need not hold a second copy of the model.
+    """
 
     embedding: torch.Tensor
-    layers: Sequence[LayerTensors]
+    layers: Iterable[LayerTensors]
+    intermediate_size: int
     norm: torch.Tensor
     head: torch.Tensor
     cos: torch.Tensor
@@ -94,7 +98,7 @@ class NativeDecoder:
         """Raises ValueError for a model that `unfit` names, and where the machine has no AMX."""
         if not library.has_amx:
             raise ValueError("this machine has no AMX tiles for bfloat16")
-        hidden, inner = tensors.embedding.shape[1], tensors.layers[0].down.shape[1]
+        hidden, inner = tensors.embedding.shape[1], tensors.intermediate_size
         reason = unfit(specs, hidden, inner)
         if reason is not None:
             raise ValueError(reason)
@@ -108,7 +112,7 @@ class NativeDecoder:
         self._embedding = self._own(tensors.embedding.to(torch.bfloat16))
         self._head = self._pack(tensors.head)
         self._norm = self._float(tensors.norm)
-        self._layers = (_LayerWeights * len(tensors.layers))()
+        self._layers = (_LayerWeights * len(specs))()
         for index, (layer, spec) in enumerate(zip(tensors.layers, specs, strict=True)):
             self._layers[index] = _LayerWeights(
                 qkv=self._pack(layer.qkv),
