@@ -12,7 +12,6 @@ COMMANDS = {
     "model": "cli.model",
     "replay": "cli.replay",
     "demo": "cli.demo",
-    "bench": "cli.bench",
 }
 
 

@@ -1,16 +1,16 @@
-"""The native bfloat16 forward pass against the float32 layers, for every architecture, however the tokens are cut into steps."""
+"""The native bfloat16 forward pass against the float32 layers, for every architecture, however tokens are cut into steps."""
 
 import shutil
 
 import pytest
 import torch
 
+from engine.forward import LayeredForward
 from engine.kernels.cpu.library import load_library
 from engine.kernels.interface import StepBatch
 from engine.kernels.reference import ReferenceAttention
 from engine.models.native import native_decoder, why_not_native
 from engine.models.registry import load_model
-from engine.forward import LayeredForward
 from engine.runner import allocate_kv
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler on this machine")
