@@ -167,6 +167,22 @@ def test_out_of_blocks_preempts_the_lowest_rank_and_admits_nobody_in_that_step()
     assert c.request.preemptions == 1
 
 
+def test_a_step_that_preempted_admits_nobody_even_where_there_is_room():
+    desk = Desk(num_blocks=13, budget=64, policy="priority", caching=False)
+    desk.add("a", 20, max_tokens=9)
+    desk.add("c", 24, max_tokens=9, priority=5)
+    desk.step()
+    a, c = (desk.requests[name].sequences[0] for name in "ac")
+    while desk.cache.pool.num_available or a.computed % 4:
+        assert desk.step()[1].preempted == 0
+    desk.add("d", 1, priority=1)  # goes before c
+    counts, plan = desk.step()
+    assert (counts, plan.preempted, plan.started) == ({"a": 1}, 1, ())
+    assert c.status is Status.WAITING
+    assert desk.cache.pool.num_available > 1
+    assert desk.step()[0]["d"] == 1
+
+
 def test_a_preempted_sequence_finds_its_prefix_again():
     desk = Desk(num_blocks=16)
     request = desk.add("a", 21)
