@@ -1,0 +1,304 @@
+"""`turnkeep serve`: the gateway, with replicas of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.markup import escape
+from rich.panel import Panel
+from rich.status import Status
+
+from cli.config import (
+    ConfigError,
+    engine_arguments,
+    generated_options,
+    generated_values,
+    load_file,
+)
+from cli.serving import ReplicaPlan, RunningGateway, ServePlan, open_gateway
+from engine.checkpoints import DEFAULT_MODEL, CheckpointError, default_cache_dir, resolve
+from gateway.auth import read_key_file
+from gateway.config import MIB, GatewayConfig, HttpConfig, ModelConfig
+from gateway.dispatch import PoolConfig
+from gateway.router.config import POLICIES, RouterConfig
+from gateway.server import ListenError
+from gateway.supervision.supervisor import ReplicaStartError
+from gateway.telemetry.config import TelemetryConfig
+from gateway.tokenization import ModelFilesError
+from sessions.identity import DEFAULT_ORDER
+from traces.recorder import RecorderError
+
+ENGINE_OPTIONS = ("dtype", "kv_memory", "num_blocks", "max_model_len", "simulate")
+"""Options of `turnkeep engine` that `turnkeep serve` has as well; the others go through --engine or the file."""
+
+
+def _read_config(ctx: click.Context, _param: click.Parameter, path: Path | None) -> Path | None:
+    """Runs before every other option: what the file says becomes click's default map."""
+    if path is not None:
+        try:
+            values, engine = load_file(path)
+        except ConfigError as error:
+            raise click.UsageError(str(error), ctx) from error
+        ctx.default_map = {**(ctx.default_map or {}), **values}
+        ctx.meta["turnkeep.engine"] = engine
+    return path
+
+
+@click.command("serve")
+@click.option(
+    "--config",
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=_read_config,
+    is_eager=True,
+    help="Read settings from this TOML file (docs/configuration.md). Options and TURNKEEP_SERVE_ variables go before it.",
+)
+@click.option(
+    "--model", default=DEFAULT_MODEL, show_default=True, metavar="NAME|DIR", help="An installed model or a directory."
+)
+@click.option(
+    "--served-model-name", multiple=True, metavar="NAME", help="What the API calls the model; more of them are aliases."
+)
+@click.option("--replicas", type=click.IntRange(0, 1024), default=None, help="Local replicas. [default: 1; 0 with --worker]")
+@click.option("--worker", multiple=True, metavar="URL", help="A replica that runs elsewhere: http://host:port or unix:PATH.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one.")
+@click.option("--api-key", multiple=True, metavar="KEY", help="Let in only who has one of these keys.")
+@click.option("--api-key-file", type=click.Path(dir_okay=False, path_type=Path), help="The same, one key a line.")
+@click.option(
+    "--policy", type=click.Choice(POLICIES), default="prefix", show_default=True, help="How turns find their replica."
+)
+@click.option(
+    "--session-source",
+    multiple=True,
+    metavar="SOURCE",
+    help="Where to look for a session's name, in order. [default: everywhere]",
+)
+@click.option("--record", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Record turns as trajectories.")
+@click.option("--otlp", default=None, metavar="URL", help="Send spans there over OTLP/HTTP.")
+@click.option("--otlp-header", multiple=True, metavar="NAME=VALUE", help="A header for the OTLP collector.")
+@click.option("--max-body-mib", type=click.FloatRange(0, 4096, min_open=True), default=64.0, show_default=True)
+@click.option(
+    "--cache-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    envvar=["TURNKEEP_SERVE_CACHE_DIR", "TURNKEEP_CACHE_DIR"],
+    default=default_cache_dir,
+    show_default="turnkeep in the user's cache directory",
+    help="Where models are kept. Also TURNKEEP_CACHE_DIR.",
+)
+@click.option("--dtype", default=None, help="Of weights and KV: auto, bfloat16, float16, float32.")
+@click.option("--kv-memory", default=None, help="For KV blocks of each replica: bytes (8GiB) or a share of what is free (50%).")
+@click.option("--num-blocks", type=click.IntRange(1), default=None, help="KV blocks of each replica, instead of --kv-memory.")
+@click.option("--max-model-len", type=click.IntRange(2), default=None, help="Tokens of prompt and answer together.")
+@click.option("--simulate", is_flag=True, default=None, help="Replicas without a model: real cache, made-up tokens and times.")
+@click.option("--engine", "engine_option", multiple=True, metavar="NAME=VALUE", help="Any other option of `turnkeep engine`.")
+@click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True)
+@generated_options
+@click.pass_context
+def command(ctx: click.Context, /, **options: Any) -> None:
+    """Serve a model to agents: an OpenAI-compatible API in front of replicas that keep their KV.
+
+    \b
+    turnkeep serve --replicas 2                      two replicas of the small model on this machine
+    turnkeep serve --model DIR --api-key-file keys   a model of yours, for those who have a key
+    turnkeep serve --worker http://10.0.0.5:8100     in front of `turnkeep engine` elsewhere
+    """
+    console = Console(stderr=True)
+    _log_to(console, options["log_level"])
+    try:
+        plan = plan_from(options, ctx.meta.get("turnkeep.engine", {}))
+    except (ConfigError, CheckpointError, ValueError) as error:
+        raise click.UsageError(str(error), ctx) from error
+    try:
+        ctx.exit(asyncio.run(serve(plan, console)))
+    except (ListenError, ModelFilesError, RecorderError, ReplicaStartError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _log_to(console: Console, level: str) -> None:
+    if console.is_terminal:
+        handler: logging.Handler = RichHandler(console=console, show_path=False)
+        handler.setFormatter(logging.Formatter("%(message)s", datefmt="[%X]"))
+    else:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+def plan_from(options: Mapping[str, Any], engine_table: Mapping[str, Any]) -> ServePlan:
+    """The plan that command line, environment and file together describe.
+
+    Raises ConfigError, CheckpointError, and ValueError of the config classes, each with a sentence.
+    """
+    cache_dir = Path(options["cache_dir"]).absolute()
+    directory = resolve(options["model"], cache_dir)
+    given = options["model"]
+    names = tuple(options["served_model_name"]) or (directory.name if Path(given).expanduser().is_dir() else given,)
+    model = ModelConfig(names[0], directory, names[1:])
+    workers = tuple(options["worker"])
+    for url in workers:
+        if not url.startswith(("http://", "https://", "unix:")):
+            raise ConfigError(f"--worker takes http://host:port or unix:PATH, not {url!r}.")
+    replicas = options["replicas"] if options["replicas"] is not None else (0 if workers else 1)
+    if replicas == 0 and not workers:
+        raise ConfigError("Nothing would generate: give --replicas or --worker.")
+    keys = tuple(options["api_key"])
+    if options["api_key_file"] is not None:
+        keys += read_key_file(Path(options["api_key_file"]))
+    http = HttpConfig(
+        host=options["host"],
+        port=options["port"],
+        max_body_bytes=int(options["max_body_mib"] * MIB),
+        **generated_values("http", options),
+    )
+    telemetry = TelemetryConfig(
+        otlp_url=options["otlp"], otlp_headers=_headers(options["otlp_header"]), **generated_values("telemetry", options)
+    )
+    pool = PoolConfig(
+        models=(model.name,),
+        aliases=dict.fromkeys(model.aliases, model.name),
+        router=RouterConfig(policy=options["policy"], **generated_values("router", options)),
+        **generated_values("pool", options),
+    )
+    return ServePlan(
+        gateway=GatewayConfig(
+            models=(model,),
+            http=http,
+            api_keys=keys,
+            session_sources=tuple(options["session_source"]) or DEFAULT_ORDER,
+        ),
+        replicas=ReplicaPlan(
+            count=replicas,
+            arguments=tuple(_engine_arguments(options, engine_table)),
+            cache_dir=cache_dir,
+            otlp_url=options["otlp"],
+        ),
+        workers=workers,
+        pool=pool,
+        telemetry=telemetry,
+        record=Path(options["record"]).absolute() if options["record"] is not None else None,
+    )
+
+
+def _engine_arguments(options: Mapping[str, Any], table: Mapping[str, Any]) -> list[str]:
+    from cli.engine import command as engine_command
+
+    given: dict[str, Any] = {}
+    for text in options["engine_option"]:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"--engine takes NAME=VALUE, not {text!r}.")
+        given[name.replace("-", "_")] = value
+    named = {name: options[name] for name in ENGINE_OPTIONS if options[name] is not None}
+    # Checked by where they come from, so that a complaint names the place; then the command line goes before the file.
+    for values, where in ((table, "[engine]"), (given, "--engine"), (named, "serve")):
+        engine_arguments(engine_command, values, where)
+    merged = {**{key.replace("-", "_"): value for key, value in table.items()}, **given, **named}
+    return engine_arguments(engine_command, merged, "engine")
+
+
+def _headers(given: tuple[str, ...]) -> dict[str, str]:
+    headers = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise ConfigError("--otlp-header takes NAME=VALUE.")
+        headers[name] = value
+    return headers
+
+
+async def serve(plan: ServePlan, console: Console) -> int:
+    """Serves until a signal comes. Returns the exit code. Raises what `open_gateway` and ReplicaStartError say."""
+    stop = _stop_on_signals()
+    status = Status("Starting", console=console) if console.is_terminal else None
+
+    def forward(name: str, line: str) -> None:
+        console.print(f"[dim]{escape(f'[{name}]')} {escape(line)}[/dim]", highlight=False, soft_wrap=True)
+
+    async with open_gateway(plan, forward=forward) as gateway:
+        if not await _loaded(gateway, plan, console, status, stop):
+            return 0
+        _announce(gateway, plan, console)
+        await _first(gateway.failed(), stop)
+        console.print("Stopping: streams may finish.")
+    return 0
+
+
+async def _loaded(
+    gateway: RunningGateway, plan: ServePlan, console: Console, status: Status | None, stop: asyncio.Event
+) -> bool:
+    """Waits for the replicas, saying how far they are. False when a signal came first."""
+    what = f"{gateway.expected} {'replica' if gateway.expected == 1 else 'replicas'} of {plan.gateway.models[0].name}"
+    console.print(f"Listening on {gateway.url}; loading {what}.", highlight=False)
+
+    async def show(status: Status) -> None:
+        while True:
+            views = gateway.workers()
+            up = sum(view.state == "ready" for view in views)
+            waiting = next((f": {view.name} {view.detail}" for view in views if view.state != "ready" and view.detail), "")
+            status.update(f"{up} of {gateway.expected} replicas ready{escape(waiting)}")
+            await asyncio.sleep(0.2)
+
+    showing = None
+    if status is not None:
+        status.start()
+        showing = asyncio.create_task(show(status))
+    try:
+        return await _first(gateway.ready(), stop)
+    finally:
+        if showing is not None and status is not None:
+            showing.cancel()
+            status.stop()
+
+
+def _announce(gateway: RunningGateway, plan: ServePlan, console: Console) -> None:
+    model = plan.gateway.models[0].name
+    key = ' \\\n  -H "Authorization: Bearer $API_KEY"' if plan.gateway.api_keys else ""
+    example = (
+        f"curl {gateway.url}/v1/chat/completions{key} \\\n"
+        "  -H 'Content-Type: application/json' -H 'Session-ID: first' \\\n"
+        f"""  -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'"""
+    )
+    if console.is_terminal:
+        console.print(Panel(f"[bold]{escape(model)}[/bold] is ready at [bold]{gateway.url}/v1[/bold]", expand=False))
+    else:
+        console.print(f"{model} is ready at {gateway.url}/v1", highlight=False)
+    console.print(example, highlight=False, markup=False, soft_wrap=True)
+
+
+async def _first(waiting: Any, stop: asyncio.Event) -> bool:
+    """Waits for either: True when `waiting` ended (its exception is raised), False when `stop` was set."""
+    task = asyncio.ensure_future(waiting)
+    stopped = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+            return True
+        return False
+    finally:
+        for waiter in (task, stopped):
+            waiter.cancel()
+        await asyncio.gather(task, stopped, return_exceptions=True)
+
+
+def _stop_on_signals() -> asyncio.Event:
+    """Set by SIGINT or SIGTERM; a second signal ends the process as signals do."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def stopping(number: signal.Signals) -> None:
+        stop.set()
+        loop.remove_signal_handler(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopping, number)
+    return stop

@@ -1,0 +1,161 @@
+"""Composes a running gateway: replicas, dispatcher, HTTP front, recorder and telemetry, in order."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gateway.app import make_app
+from gateway.config import GatewayConfig
+from gateway.dispatch import PoolConfig, PoolDispatcher
+from gateway.models import ModelRegistry, ServedModel
+from gateway.pipeline import Pipeline
+from gateway.server import HttpServer
+from gateway.supervision.config import SupervisorConfig
+from gateway.supervision.supervisor import ReplicaUp, Supervisor, print_line
+from gateway.telemetry.config import TelemetryConfig
+from gateway.telemetry.telemetry import Telemetry
+from gateway.turn import TurnObserver
+from gateway.workers.views import WorkerView
+from traces.recorder import Recorder, RecorderConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaPlan:
+    """Local replicas: how many, and the arguments of `turnkeep engine` beside model and socket."""
+
+    count: int
+    arguments: tuple[str, ...] = ()
+    cache_dir: Path | None = None
+    otlp_url: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ServePlan:
+    """Everything `turnkeep serve` was told. `workers`: replicas that run elsewhere, by URL."""
+
+    gateway: GatewayConfig
+    replicas: ReplicaPlan
+    workers: tuple[str, ...] = ()
+    pool: PoolConfig = field(default_factory=PoolConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    record: Path | None = None
+
+
+class RunningGateway:
+    """A gateway that listens. Its replicas may still be loading: `ready` waits for them."""
+
+    def __init__(self, server: HttpServer, dispatcher: PoolDispatcher, supervisor: Supervisor | None, expected: int) -> None:
+        self._server = server
+        self._supervisor = supervisor
+        self.dispatcher = dispatcher
+        self.expected = expected
+
+    @property
+    def url(self) -> str:
+        """Where a client on this machine reaches it."""
+        return self._server.url
+
+    def workers(self) -> list[WorkerView]:
+        """Every worker, with its state."""
+        return list(self.dispatcher.workers())
+
+    async def ready(self) -> None:
+        """Waits until every local replica can take turns, or, where all workers are elsewhere, until one of them can.
+
+        Raises ReplicaStartError when a local replica cannot be started.
+        """
+        if self._supervisor is None:
+            await self.dispatcher.wait_ready(1)
+            return
+        await self._supervisor.ready()
+        await self._unless_failed(self.dispatcher.wait_ready(self.expected))
+
+    async def failed(self) -> None:
+        """Runs until a local replica is given up, then raises ReplicaStartError; otherwise until it is cancelled."""
+        if self._supervisor is None:
+            await asyncio.get_running_loop().create_future()
+        else:
+            await self._supervisor.failed()
+
+    async def _unless_failed(self, waiting: Coroutine[Any, Any, None]) -> None:
+        ready = asyncio.ensure_future(waiting)
+        failed = asyncio.ensure_future(self.failed())
+        try:
+            await asyncio.wait({ready, failed}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (failed, ready):
+                if task.done():
+                    task.result()
+        finally:
+            for task in (ready, failed):
+                task.cancel()
+            await asyncio.gather(ready, failed, return_exceptions=True)
+
+
+@asynccontextmanager
+async def open_gateway(plan: ServePlan, *, forward: Callable[[str, str], None] = print_line) -> AsyncIterator[RunningGateway]:
+    """Starts a gateway and ends it in order: no new connections, streams finished, replicas stopped, records written.
+
+    The port is taken before replicas are started, so that a port in use costs no loading. Raises ListenError,
+    ModelFilesError, RecorderError. `forward` takes what replicas print: (name, line).
+    """
+    model = plan.gateway.models[0]
+    registry = ModelRegistry(ServedModel.load(config) for config in plan.gateway.models)
+    stopping = False
+
+    def reasons() -> list[str]:
+        return ["The gateway is shutting down."] if stopping else []
+
+    async with AsyncExitStack() as stack:
+        observers: list[TurnObserver] = []
+        if plan.record is not None:
+            recorder = Recorder(RecorderConfig(plan.record))
+            stack.callback(recorder.close)
+            observers.append(recorder)
+        telemetry = Telemetry(plan.telemetry)
+        stack.push_async_callback(telemetry.aclose)
+        dispatcher = await stack.enter_async_context(PoolDispatcher(plan.pool, telemetry))
+
+        def up(replica: ReplicaUp) -> None:
+            dispatcher.add_worker(replica.name, replica.url)
+
+        supervisor = None
+        if plan.replicas.count:
+            supervisor = Supervisor(
+                SupervisorConfig(replicas=plan.replicas.count),
+                lambda _number, socket, threads: replica_command(plan, model.name, model.directory, socket, threads),
+                on_up=up,
+                on_down=dispatcher.remove_worker,
+                forward=forward,
+            )
+        pipeline = Pipeline(plan.gateway, registry, dispatcher, telemetry, observers)
+        server = HttpServer(make_app(plan.gateway, pipeline, reasons=reasons), plan.gateway.http)
+        # Replicas outlive the server, whose last streams they finish.
+        async with AsyncExitStack() as replicas:
+            async with server:
+                if supervisor is not None:
+                    await replicas.enter_async_context(supervisor)
+                for position, url in enumerate(plan.workers):
+                    dispatcher.add_worker(f"worker-{position}", url)
+                try:
+                    yield RunningGateway(server, dispatcher, supervisor, plan.replicas.count + len(plan.workers))
+                finally:
+                    stopping = True
+
+
+def replica_command(plan: ServePlan, name: str, directory: Path, socket: Path, threads: int) -> list[str]:
+    """The command line of one local replica."""
+    command = [sys.executable, "-m", "cli.main", "engine", "--model", str(directory), "--model-name", name]
+    command += ["--uds", str(socket)]
+    if "--threads" not in plan.replicas.arguments:
+        command += ["--threads", str(threads)]
+    if plan.replicas.cache_dir is not None:
+        command += ["--cache-dir", str(plan.replicas.cache_dir)]
+    if plan.replicas.otlp_url is not None and "--otlp" not in plan.replicas.arguments:
+        command += ["--otlp", plan.replicas.otlp_url]
+    return [*command, *plan.replicas.arguments]
