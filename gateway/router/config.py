@@ -26,10 +26,10 @@ class RouterConfig:
     """
 
     policy: PolicyName = "prefix"
-    opportunity: float = 0.5
+    opportunity: float = 1.0
     running_weight: float = 32.0
     overflow_weight: float = 512.0
-    hysteresis: float = 0.1
+    hysteresis: float = 0.25
     spread: float = 0.5
     spread_half_life: float = 60.0
     predicted_ttl: float = 5.0

@@ -104,11 +104,11 @@ def test_imbalance_does_not_discard_affinity_late_in_a_conversation():
     cluster = Cluster("ab")
     history = tokens(60_000, 1)
     home = cluster.run(history, "long").worker
-    cluster.busy(home, queued=40_000, requests=40)
+    cluster.busy(home, queued=100_000, requests=40)
     receipt = cluster.run(history + tokens(500, 2), "long")
     assert (receipt.worker, receipt.reason) == (home, "prefix")
     # It leaves when waiting costs more than computing everything elsewhere, and not before.
-    cluster.busy(home, queued=110_000, requests=40)
+    cluster.busy(home, queued=160_000, requests=40)
     moved = cluster.route(history + tokens(500, 2), "long").receipt
     assert moved.worker != home
     assert moved.reason == "load"
@@ -213,12 +213,12 @@ def test_hysteresis_keeps_a_session_home_when_its_kv_is_gone():
     home = cluster.route(prompt, "s").receipt.worker
     for prediction in list(cluster.index._open):
         cluster.index.retract(prediction)
-    cluster.busy(home, queued=90)
+    cluster.busy(home, queued=240)
     receipt = cluster.route(prompt, "s").receipt
     assert (receipt.worker, receipt.reason) == (home, "home")
     for prediction in list(cluster.index._open):
         cluster.index.retract(prediction)
-    cluster.busy(home, queued=110)
+    cluster.busy(home, queued=260)
     assert cluster.route(prompt, "s").receipt.worker != home
 
 
