@@ -161,7 +161,7 @@ def test_turns_are_recorded(client, simulated):
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 @pytest.mark.parametrize("stream", [False, True])
 def test_tool_calls_are_always_valid(tiny_client, choice, stream):
-    arguments = {"model": "tiny", "messages": USER, "tools": TOOLS, "tool_choice": choice, "max_tokens": 400, "seed": 3}
+    arguments = {"model": "tiny", "messages": USER, "tools": TOOLS, "tool_choice": choice, "max_tokens": 160, "seed": 3}
     if stream:
         chunks = list(tiny_client.chat.completions.create(**arguments, stream=True))
         finish = chunks[-1].choices[0].finish_reason
