@@ -115,7 +115,9 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     _log_to(console, options["log_level"])
     try:
         plan = plan_from(options, ctx.meta.get("turnkeep.engine", {}))
-    except (ConfigError, CheckpointError, ValueError) as error:
+    except CheckpointError as error:
+        raise click.ClickException(str(error)) from error
+    except (ConfigError, ValueError) as error:
         raise click.UsageError(str(error), ctx) from error
     try:
         ctx.exit(asyncio.run(serve(plan, console)))

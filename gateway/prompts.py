@@ -118,6 +118,13 @@ def structural_tag(model: ServedModel, turn: Turn) -> str | None:
     """The grammar source of a turn. Raises TurnError 400 that names the tool and a JSON pointer into its schema."""
     try:
         return model.tool_format.structural_tag(turn.tools, turn.tool_choice, turn.response_format)
+    except RecursionError as error:
+        raise TurnError(
+            400,
+            "invalid_schema",
+            "A schema among the tools or in response_format is nested too deeply. Flatten it.",
+            param="tools",
+        ) from error
     except GrammarRefused as refused:
         where = refused.pointer or ""
         if refused.tool is not None:

@@ -88,17 +88,22 @@ class ChatRenderer:
                 param="messages",
             )
         template, traits = self._choose(bool(tools))
-        prepared = self._prepare(messages, tools, traits)
         variables = {
             **self._special_tokens,
             "documents": None,
             **(template_kwargs or {}),
-            "messages": prepared,
             "tools": [tool_dict(tool) for tool in tools] if tools and traits.shows_tools else None,
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return template.render(variables)
+            return template.render({**variables, "messages": self._prepare(messages, tools, traits)})
+        except RecursionError as error:
+            raise TurnError(
+                400,
+                "invalid_request",
+                "The tools or the arguments of a past call are nested too deeply to be written as JSON. Flatten them.",
+                param="messages",
+            ) from error
         except TemplateRefusal as refusal:
             raise TurnError(
                 400,

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -89,8 +90,8 @@ def test_a_port_in_use(smollm2_dir):
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (("--model", "/nowhere/at/all"), 2, "There is no model /nowhere/at/all"),
-        (("--model", "{empty}"), 2, "config.json"),
+        (("--model", "/nowhere/at/all"), 1, "There is no model /nowhere/at/all"),
+        (("--model", "{empty}"), 1, "config.json"),
         (("--record", "/proc/nowhere", *SIMULATED), 1, "cannot be recorded in /proc/nowhere"),
         (("--replicas", "-1"), 2, "range"),
     ],
@@ -102,6 +103,17 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(tmp_path, smollm2_dir, a
     returned, output = run("--port", 0, *arguments)
     assert returned == code
     assert words in output
+    assert "Traceback" not in output
+
+
+def test_a_truncated_shard_is_named(tmp_path, tiny_checkpoint):
+    directory = tmp_path / "damaged"
+    shutil.copytree(tiny_checkpoint("llama"), directory)
+    shard = directory / "model.safetensors"
+    os.truncate(shard, shard.stat().st_size - 100)
+    code, output = run("--model", directory, "--port", 0)
+    assert code == 1
+    assert "model.safetensors" in output
     assert "Traceback" not in output
 
 

@@ -241,6 +241,32 @@ async def test_a_half_sent_body_is_not_waited_for_for_ever(tiny_model):
         await gateway.chat()
 
 
+def nested(depth):
+    return b'{"a":' * depth + b"1" + b"}" * depth
+
+
+@pytest.mark.parametrize("depth", [30, 300, 900])
+async def test_deep_nesting_is_served_or_refused(gateway, depth):
+    """Every place that takes any JSON, down to what the parser allows."""
+    deep = nested(depth)
+    tool = b'{"type": "function", "function": {"name": "f", "parameters": %s}}' % deep
+    history = b'[{"role": "user"}, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": %s}}]}]'
+    for path, raw in [
+        ("/v1/chat/completions", b'{"messages": [{"role": "user"}], "tools": [%s]}' % tool),
+        ("/tokenize", b'{"messages": [{"role": "user"}], "tools": [%s]}' % tool),
+        ("/v1/chat/completions", b'{"messages": %s}' % (history % deep)),
+        ("/v1/chat/completions", b'{"messages": %s}' % (history % orjson.dumps(deep.decode()))),
+        ("/tokenize", b'{"messages": %s}' % (history % deep)),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user"}], "chat_template_kwargs": %s}' % deep),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user"}], "guided_json": %s}' % deep),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": [%s]}]}' % deep),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user"}], "metadata": %s}' % deep),
+        ("/v1/completions", b'{"prompt": [%s]}' % deep),
+    ]:
+        async with gateway.post(path, raw) as response:
+            assert response.status in (200, 400), (path, raw[:80], await response.read())
+
+
 async def test_half_surrogate_pairs_are_replaced(gateway):
     raw = rb'{"messages": [{"role": "user", "content": "a\ud83d b\\ud83d \ud83d\ude00"}]}'
     async with gateway.post("/v1/chat/completions", raw) as response:
