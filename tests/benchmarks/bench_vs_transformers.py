@@ -1,6 +1,7 @@
 """Decode and prefill of the engine beside `transformers` generate: same machine, same run, same weights, threads and lengths.
 
-    python tests/benchmarks/bench_vs_transformers.py [--model DIR] [--dtype bfloat16 float32] [--repeats 5] [--threads N]
+    python tests/benchmarks/bench_vs_transformers.py [--model DIR] [--dtype bfloat16 float32] [--only TEXT]
+                                                     [--repeats 5] [--threads N]
 
 The two take turns, and the medians are compared. Decode is the time of a generation less that of its first token. The prefix
 cache is off.
@@ -78,6 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=None)
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"])
+    parser.add_argument("--only", default="", help="run the works whose name holds this")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=None)
     options = parser.parse_args()
@@ -98,6 +100,8 @@ def main() -> None:
             ("prefill 2000", prefill_rate, 1, 2000),
         ]
         for name, rate, sequences, length in works:
+            if options.only not in name:
+                continue
             prompts = torch.randint(10, ours.vocab_size, (sequences, length), generator=generator).tolist()
             pairs = []
             for repeat in range(options.repeats + 1):
