@@ -10,8 +10,8 @@ What is computed, per row, from its adjusted logits l (see `sampler`), with z = 
    nothing depends on how a sort orders them.
 4. Gumbel-max: the token with the largest z - log(E) is chosen, E an exponential variate of its own (`philox`). That samples
    from the softmax of z over the tokens kept. Rounding differences of the logits (other batch, chunking or kernel) change
-   the outcome only where the two best scores nearly tie; walking along cumulative probabilities instead would let them move
-   the end of every interval, and choose another token some thousand times as often.
+   the outcome only where the two best scores nearly tie. Walking along cumulative probabilities instead lets them move the
+   ends of all intervals: with noise of 1e-5 on 49152 Zipf-like logits that changed 93 of 4000 tokens, this none.
 """
 
 from __future__ import annotations
