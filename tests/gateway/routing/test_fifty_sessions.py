@@ -26,12 +26,12 @@ TURNS = 6
 
 @pytest.fixture
 async def cluster():
-    """Starts replicas and a dispatcher over them: cluster(policy, replicas) -> (dispatcher, supervisor, ups)."""
+    """Starts replicas and a dispatcher over them: cluster(router, replicas) -> (dispatcher, supervisor, ups)."""
     stacks = []
 
-    async def start(policy="prefix", replicas=REPLICAS, options=(), **pool):
+    async def start(router=None, replicas=REPLICAS, options=()):
         directory = tempfile.TemporaryDirectory(prefix="tk-")
-        dispatcher = PoolDispatcher(PoolConfig(poll_interval=0.1, router=RouterConfig(policy=policy), **pool))
+        dispatcher = PoolDispatcher(PoolConfig(poll_interval=0.1, router=router or RouterConfig()))
         ups = {}
 
         def command_for(number, socket, threads):
@@ -91,7 +91,7 @@ async def turn(dispatcher, session, history, turn_id, max_tokens=8):
     return generation.receipt, made, done
 
 
-async def converse(dispatcher, number, system, outcome, turns=TURNS, own=3000):
+async def converse(dispatcher, number, system, outcome, turns=TURNS, own=1200):
     """A session of its own pace: its history grows by what was generated and by a tool's result."""
     rng = random.Random(number)
     await asyncio.sleep(number * 0.01)
@@ -112,8 +112,10 @@ async def stats(up):
 
 
 async def test_fifty_sessions_keep_their_prefix_and_leave_nothing_behind(cluster):
-    dispatcher, _, ups = await cluster(options=("--sim-time-scale", "0.25"))
-    system = [random.Random(99).randrange(40_000) for _ in range(600)]
+    # Residency weighs so much that no queue outweighs it: on a machine that starves its processes real queues get long
+    # enough to move a session, and rightly so.
+    dispatcher, _, ups = await cluster(RouterConfig(opportunity=20.0), options=("--sim-time-scale", "0.25"))
+    system = [random.Random(99).randrange(40_000) for _ in range(160)]
     outcome = []
     await asyncio.gather(*(converse(dispatcher, number, system, outcome) for number in range(SESSIONS)))
     assert len(outcome) == SESSIONS * TURNS
@@ -127,7 +129,7 @@ async def test_fifty_sessions_keep_their_prefix_and_leave_nothing_behind(cluster
     prompt = sum(length for *_, length in outcome)
     cached = sum(done.cached_tokens for *_, done, _ in outcome)
     # One cache without limits computes the system prompt once, and of each session every token once.
-    ideal = prompt - len(system) - SESSIONS * (3000 + (TURNS - 1) * (150 + 8))
+    ideal = prompt - len(system) - SESSIONS * (1200 + (TURNS - 1) * (150 + 8))
     assert cached / ideal >= 0.97
     sessions = [list(homes.values()).count(name) for name in ups]
     assert min(sessions) >= SESSIONS / REPLICAS * 0.4
@@ -146,7 +148,7 @@ async def test_fifty_sessions_keep_their_prefix_and_leave_nothing_behind(cluster
 async def test_round_robin_finds_less_on_the_same_sessions(cluster):
     shares = {}
     for policy in ("round_robin", "prefix"):
-        dispatcher, _, _ = await cluster(policy, 2)
+        dispatcher, _, _ = await cluster(RouterConfig(policy=policy), 2)
         outcome = []
         await asyncio.gather(*(converse(dispatcher, number, [], outcome, turns=4, own=200) for number in range(8)))
         shares[policy] = sum(done.cached_tokens for *_, done, _ in outcome) / sum(length for *_, length in outcome)
