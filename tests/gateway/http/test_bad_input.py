@@ -3,7 +3,7 @@ import gzip
 
 import orjson
 import pytest
-from conftest import run_gateway
+from gateway_harness import run_gateway
 
 from gateway.turn import TurnError
 

@@ -2,8 +2,8 @@ import asyncio
 
 import orjson
 import pytest
-from conftest import run_gateway
 from fake_dispatcher import Script
+from gateway_harness import run_gateway
 from test_chat import CALL, WEATHER
 
 from gateway.turn import TurnError

@@ -1,6 +1,6 @@
 import pytest
-from conftest import run_gateway
 from fake_dispatcher import Script, write_model
+from gateway_harness import run_gateway
 
 from prefix_cache.hashing import unpack_tokens
 

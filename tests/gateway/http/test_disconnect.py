@@ -3,8 +3,8 @@ import socket
 
 import orjson
 import pytest
-from conftest import run_gateway
 from fake_dispatcher import Script
+from gateway_harness import run_gateway
 
 USER = [{"role": "user", "content": "hi"}]
 

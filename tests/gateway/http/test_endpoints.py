@@ -1,5 +1,5 @@
 import pytest
-from conftest import run_gateway
+from gateway_harness import run_gateway
 
 from gateway.auth import ApiKeys, read_key_file
 from gateway.config import GatewayConfig, HttpConfig, ModelConfig

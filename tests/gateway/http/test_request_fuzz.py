@@ -3,8 +3,9 @@
 import asyncio
 
 import orjson
-from conftest import run_gateway
+import pytest
 from fake_dispatcher import Script, write_model
+from gateway_harness import run_gateway
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -72,6 +73,7 @@ completions = bodies(CompletionRequest, {"prompt": likely["prompt"] | anything})
 ERROR_FIELDS = {"message", "type", "param", "code"}
 
 
+@pytest.mark.slow
 def test_any_body_is_answered(tmp_path):
     directory = write_model(tmp_path / "model")
     loop = asyncio.new_event_loop()

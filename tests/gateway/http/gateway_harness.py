@@ -1,0 +1,77 @@
+"""A gateway on a free port in front of a scripted dispatcher, and a client for it."""
+
+import contextlib
+from dataclasses import dataclass
+
+import aiohttp
+import orjson
+from fake_dispatcher import FakeDispatcher, FakeObserver
+
+from gateway.app import make_app
+from gateway.config import GatewayConfig, HttpConfig, ModelConfig
+from gateway.models import ModelRegistry, ServedModel
+from gateway.pipeline import Pipeline
+from gateway.server import HttpServer
+from gateway.telemetry.telemetry import Telemetry
+
+
+@dataclass
+class Gateway:
+    url: str
+    http: aiohttp.ClientSession
+    dispatcher: FakeDispatcher
+    observer: FakeObserver
+    telemetry: Telemetry
+
+    @contextlib.asynccontextmanager
+    async def post(self, path, body, **kwargs):
+        data = body if isinstance(body, bytes | bytearray) else orjson.dumps(body)
+        async with self.http.post(self.url + path, data=data, **kwargs) as response:
+            yield response
+
+    async def json(self, path, body, *, status=200, **kwargs):
+        async with self.post(path, body, **kwargs) as response:
+            answer = orjson.loads(await response.read())
+            assert response.status == status, answer
+            return answer
+
+    async def chat(self, status=200, headers=None, **body):
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], **body}
+        return await self.json("/v1/chat/completions", body, status=status, headers=headers)
+
+    async def events(self, path, body, **kwargs):
+        """The events of a stream: parsed data, `"[DONE]"`, and comments as they are."""
+        async with self.post(path, {**body, "stream": True}, **kwargs) as response:
+            raw = (await response.read()).decode()
+            assert response.status == 200, raw
+            assert response.content_type == "text/event-stream"
+        frames = [frame for frame in raw.split("\n\n") if frame]
+        events = []
+        for frame in frames:
+            if frame.startswith("data: "):
+                data = frame.removeprefix("data: ")
+                events.append(data if data == "[DONE]" else orjson.loads(data))
+            else:
+                assert frame.startswith(":"), frame
+                events.append(frame)
+        return events
+
+    async def chat_events(self, **body):
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], **body}
+        return await self.events("/v1/chat/completions", body)
+
+
+@contextlib.asynccontextmanager
+async def run_gateway(directory, *, api_keys=(), aliases=(), max_model_len=2048, reasons=tuple, **http):
+    config = GatewayConfig(
+        models=(ModelConfig("tiny", directory, aliases),), http=HttpConfig(port=0, **http), api_keys=api_keys
+    )
+    dispatcher = FakeDispatcher(directory, max_model_len=max_model_len)
+    observer = FakeObserver()
+    telemetry = Telemetry()
+    registry = ModelRegistry(ServedModel.load(model) for model in config.models)
+    pipeline = Pipeline(config, registry, dispatcher, telemetry, [observer])
+    async with HttpServer(make_app(config, pipeline, reasons=reasons), config.http) as server:
+        async with aiohttp.ClientSession() as http_session:
+            yield Gateway(server.url, http_session, dispatcher, observer, telemetry)
+    assert dispatcher.open == 0, "a generation was not closed"
