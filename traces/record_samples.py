@@ -22,6 +22,7 @@ from traces.sample_tasks import TASKS, SampleTask
 from traces.tool_host import ToolHost, ToolHostError
 
 BUNDLED = Path(__file__).parent / "bundled"
+SAMPLING = {"temperature": 0.7, "top_p": 0.9, "seed": 7}
 
 
 def to_line(session: str, turn: AgentTurn, tools: Sequence[dict[str, object]], model: str, encoder: DeltaEncoder) -> TurnLine:
@@ -65,7 +66,7 @@ async def record(
         system=task.kind.system,
         session=task.name,
         max_tokens=max_tokens,
-        params={"temperature": 0.7, "top_p": 0.9, "seed": 7},
+        params=SAMPLING,
     )
     with tempfile.TemporaryDirectory() as scratch:
         async with ToolHost(task.kind.servers(Path(scratch))) as host:
