@@ -18,7 +18,7 @@ def turn(web, session, messages, **settings):
 
 def talk(web, session, turns):
     """A growing conversation. Returns the replies, one a turn."""
-    messages = [{"role": "system", "content": f"{SYSTEM} You speak with {session}."}]
+    messages = [{"role": "system", "content": f"You speak with {session}. {SYSTEM}"}]
     replies = []
     for number in range(turns):
         messages.append({"role": "user", "content": f"Question {number} of {session}: which book comes next?"})
@@ -60,7 +60,7 @@ def test_a_salted_prefix_is_nobody_elses(web):
     assert int(turn(web, "salt-0", messages, cache_salt="one").headers["X-Turnkeep-Cached-Tokens"]) == 0
     assert int(turn(web, "salt-1", messages, cache_salt="two").headers["X-Turnkeep-Cached-Tokens"]) == 0
     assert int(turn(web, "salt-2", messages).headers["X-Turnkeep-Cached-Tokens"]) == 0
-    assert int(turn(web, "salt-3", messages, cache_salt="one").headers["X-Turnkeep-Cached-Tokens"]) > 0
+    assert int(turn(web, "salt-0", messages, cache_salt="one").headers["X-Turnkeep-Cached-Tokens"]) > 0
 
 
 def test_n_choices_share_one_prefill_and_seeds_repeat(client):
