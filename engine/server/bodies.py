@@ -72,9 +72,7 @@ def check_generate(request: GenerateRequest) -> None:
 def _misfit(error: str) -> RequestRefused:
     matched = _AT.fullmatch(error)
     message, path = matched.groups() if matched is not None else (error, None)
-    if path is None:
-        return RequestRefused("invalid_request", f"{message}.")
-    field = request_path(path)
+    field = request_path(path or "")
     unknown = re.fullmatch(r"Object contains unknown field `(.*)`", message)
     if unknown is not None:
         field = f"{field}.{unknown[1]}".removeprefix(".")

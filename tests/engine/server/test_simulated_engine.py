@@ -149,7 +149,9 @@ def test_preemption_changes_counters_and_nothing_else():
     ours, theirs = run(tight), run(roomy)
     assert tight.stats().preemptions_total > 0
     assert sum(chunks[-1].preemptions for chunks in ours.values()) == tight.stats().preemptions_total
-    assert {key: tokens_of(chunks) for key, chunks in ours.items()} == {key: tokens_of(chunks) for key, chunks in theirs.items()}
+    assert {key: tokens_of(chunks) for key, chunks in ours.items()} == {
+        key: tokens_of(chunks) for key, chunks in theirs.items()
+    }
     tight.check_integrity()
 
 
