@@ -59,12 +59,14 @@ def test_a_salted_prefix_is_nobody_elses(web):
     messages = [{"role": "user", "content": "A long secret: " + "the owl flies at noon. " * 20}]
     assert int(turn(web, "salt-0", messages, cache_salt="one").headers["X-Turnkeep-Cached-Tokens"]) == 0
     assert int(turn(web, "salt-1", messages, cache_salt="two").headers["X-Turnkeep-Cached-Tokens"]) == 0
-    assert int(turn(web, "salt-2", messages).headers["X-Turnkeep-Cached-Tokens"]) == 0
+    # Without a salt the beginning that the chat template writes is shared with everybody; the secret is not.
+    assert int(turn(web, "salt-2", messages).headers["X-Turnkeep-Cached-Tokens"]) <= 32
     assert int(turn(web, "salt-0", messages, cache_salt="one").headers["X-Turnkeep-Cached-Tokens"]) > 0
 
 
 def test_n_choices_share_one_prefill_and_seeds_repeat(client):
     ask = {"model": "smollm2", "messages": [{"role": "user", "content": "Say something."}], "max_tokens": 12}
+    ask |= {"extra_headers": {"Session-ID": "choices"}}
     # In bfloat16 a prompt computed at once and one found in the cache differ in the last bit; both runs here find it.
     client.chat.completions.create(**ask)
     first, second = (client.chat.completions.create(**ask, n=3, seed=11, temperature=1.0) for _ in range(2))
