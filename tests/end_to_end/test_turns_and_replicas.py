@@ -65,9 +65,11 @@ def test_a_salted_prefix_is_nobody_elses(web):
 
 
 def test_n_choices_share_one_prefill_and_seeds_repeat(client):
-    ask = {"model": "smollm2", "messages": [{"role": "user", "content": "Say something."}], "max_tokens": 12}
+    said = "Say something about each of these: " + ", ".join(f"thing number {i}" for i in range(40))
+    ask = {"model": "smollm2", "messages": [{"role": "user", "content": said}], "max_tokens": 12}
     ask |= {"extra_headers": {"Session-ID": "choices"}}
-    # In bfloat16 a prompt computed at once and one found in the cache differ in the last bit; both runs here find it.
+    # In bfloat16 a prompt computed at once and one found in the cache differ in the last bit, and so may those of two
+    # replicas; both runs here find it at home, where a prompt of this length stays.
     client.chat.completions.create(**ask)
     first, second = (client.chat.completions.create(**ask, n=3, seed=11, temperature=1.0) for _ in range(2))
     texts = [choice.message.content for choice in first.choices]
