@@ -20,6 +20,9 @@ class GrammarLimits:
     max_schema_depth: int = 64
     max_schema_nodes: int = 20_000
     max_properties: int = 1_000
+    max_open_prefixes: int = 64
+    """Above so many distinct prefixes of its described names, an object that allows further ones is closed: telling names
+    apart costs XGrammar about 15 ms for each."""
     max_enum_values: int = 10_000
     max_pattern_length: int = 4_096
     max_pattern_size: int = 1_000

@@ -6,7 +6,8 @@ boolean exclusive bounds, constraints beside anyOf / oneOf / allOf / $ref, const
 that are not described, patterns that are not anchored.
 
 Annotations and the keywords of UNENFORCED are left out. An object that describes properties and has no
-`additionalProperties` is closed: the model writes the described ones only.
+`additionalProperties` is closed: the model writes the described ones only. So is one that allows further properties beside
+many described ones, because telling their names apart would take seconds to compile.
 """
 
 from __future__ import annotations

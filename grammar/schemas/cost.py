@@ -7,12 +7,15 @@ repetition in patterns, enums of thousands of values, depth.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from grammar.pattern import examine_pattern
 
 _PER_NODE = 1.0
 _PER_NUMBER_RANGE = 15.0
+_PER_EXCLUDED_PREFIX = 15.0
+"""Names of further properties must differ from the described ones: an automaton over all their prefixes."""
 
 
 def estimated_milliseconds(schema: dict[str, Any] | bool) -> float:
@@ -30,6 +33,11 @@ def estimated_milliseconds(schema: dict[str, Any] | bool) -> float:
             stack.extend((child, depth + 1) for child in node.get(key, ()))
         stack.extend((node[key], depth + 1) for key in ("items", "additionalProperties", "propertyNames") if key in node)
     return total
+
+
+def distinct_prefixes(names: Iterable[str]) -> int:
+    """How many nodes a trie of these names has."""
+    return len({name[:end] for name in names for end in range(1, len(name) + 1)})
 
 
 def _own(node: dict[str, Any]) -> float:
@@ -52,7 +60,7 @@ def _own(node: dict[str, Any]) -> float:
     optional = len(properties) - sum(1 for name in node.get("required", ()) if name in properties)
     cost += optional**2 / 300 + (sum(map(len, properties)) / 1000) ** 2 / 8
     if node.get("additionalProperties"):
-        cost += len(properties) ** 2 / 15
+        cost += _PER_EXCLUDED_PREFIX * distinct_prefixes(properties)
     counted = min(max(node.get("minProperties", 0), node.get("maxProperties", 0)), len(properties))
     if counted and optional:
         cost += (counted * optional) ** 2 / 40

@@ -8,6 +8,7 @@ from typing import Any
 
 from grammar.pattern import PatternRefused, examine_pattern
 from grammar.schemas.context import Context, Path, kind_of
+from grammar.schemas.cost import distinct_prefixes
 from grammar.schemas.merge import Schema
 
 Visit = Callable[[Any, Path], Schema]
@@ -237,6 +238,9 @@ def object_(schema: dict[str, Any], visit: Visit, context: Context, path: Path) 
         rest = True
     if rest is False and not patterns and least > len(properties):
         context.refuse("asks for more properties than it allows", (*path, "minProperties"))
+    if rest and properties and not patterns and least <= len(properties):
+        if distinct_prefixes(properties) > context.limits.max_open_prefixes:
+            rest = False
     if described and (properties or not patterns):
         out["properties"] = properties
     if required:
