@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import click
 
@@ -25,6 +26,8 @@ from engine.server.listen import Address, ListenError, TCPAddress, UnixAddress
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 Load = Callable[[], EngineCore[Any]]
+
+logger = logging.getLogger(__name__)
 
 
 class MemorySize(click.ParamType[int | float]):
@@ -45,6 +48,19 @@ class MemorySize(click.ParamType[int | float]):
                 self.fail(f"{value!r}: a share lies above 0 and at most at 1.", param, ctx)
             return share
         return int(number * _UNITS[unit])
+
+
+class OTLPAddress(click.ParamType[str]):
+    """The URL of an OTLP/HTTP collector."""
+
+    name = "url"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text = str(value)
+        parts = urlsplit(text)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            self.fail(f"{text!r} is no URL of a collector; write one like http://127.0.0.1:4318.", param, ctx)
+        return text
 
 
 class _Simulated(click.Option):
@@ -75,6 +91,13 @@ def _sim_option(*names: str, **settings: Any) -> Callable[[Callable[..., Any]], 
 @click.option("--device", default="cpu", show_default=True, help="Torch device that computes.")
 @click.option("--threads", type=click.IntRange(1), default=None, help="Threads to compute with. [default: as torch finds]")
 @click.option(
+    "--kernels",
+    type=click.Choice(["auto", "reference"]),
+    default="auto",
+    show_default=True,
+    help="auto: the fastest that this machine can build, said in the log; reference: plain torch, slower, to compare with.",
+)
+@click.option(
     "--kv-memory", type=MemorySize(), default=None, help="For KV blocks: bytes (8GiB) or a share of what is free (50%)."
 )
 @click.option("--num-blocks", type=click.IntRange(1), default=None, help="KV blocks, instead of --kv-memory.")
@@ -97,7 +120,7 @@ def _sim_option(*names: str, **settings: Any) -> Callable[[Callable[..., Any]], 
     "--heartbeat", type=click.FloatRange(0, min_open=True), default=5.0, show_default=True, help="Of event streams, s."
 )
 @click.option("--hang-timeout", type=click.FloatRange(1), default=900.0, show_default=True, help="Longest step, seconds.")
-@click.option("--otlp", default=None, metavar="URL", help="Send spans there over OTLP/HTTP.")
+@click.option("--otlp", type=OTLPAddress(), default=None, metavar="URL", help="Send spans there over OTLP/HTTP.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True)
 @click.option("--debug-integrity", is_flag=True, help="Check the block pool's books whenever the engine is idle.")
 @click.option("--simulate", is_flag=True, help="No model: real scheduling, cache and events, made-up tokens and times.")
@@ -173,6 +196,24 @@ def _run(load: Load, address: Address, options: dict[str, Any]) -> int:
     except (ListenError, CheckpointError, ConfigError) as error:
         click.echo(f"Error: {error}", err=True)
         return 1
+    except Exception as error:
+        # Of torch or the system: no memory for the blocks, a device that does not work. The log has where it came from.
+        logger.exception("the replica failed")
+        what = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        click.echo(f"Error: The replica failed: {what.rstrip('.')}. The log above has the details.", err=True)
+        return 1
+
+
+def _check_device(device: str) -> None:
+    """Raises ConfigError for a device that this machine, or this build of torch, does not have."""
+    import torch
+
+    try:
+        torch.empty(1, device=device)
+    except Exception as error:
+        # Torch's own errors for this: RuntimeError, AssertionError, NotImplementedError.
+        reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+        raise ConfigError(f"device {device!r} cannot be used here: {reason}. Give --device cpu, or another one.") from error
 
 
 def _real(options: dict[str, Any]) -> Load:
@@ -181,6 +222,7 @@ def _real(options: dict[str, Any]) -> Load:
         from engine.config import EngineConfig
         from engine.loading import load_engine
 
+        _check_device(options["device"])
         name = options["model"] or DEFAULT_MODEL
         model = resolve(name, options["cache_dir"].absolute())
         given: dict[str, Any] = {
@@ -201,6 +243,7 @@ def _real(options: dict[str, Any]) -> Load:
             prefix_caching=not options["no_prefix_caching"],
             policy=options["scheduling"],
             threads=options["threads"],
+            kernels=options["kernels"],
             **given,
         )
         return load_engine(config, cache_dir=options["cache_dir"].absolute())
@@ -270,6 +313,6 @@ def _if_installed(model: str | None, cache_dir: Path) -> str | None:
     try:
         resolve(model, cache_dir)
     except CheckpointError as error:
-        logging.getLogger(__name__).info("only the name of %s is simulated: %s", model, error)
+        logger.info("only the name of %s is simulated: %s", model, error)
         return None
     return model

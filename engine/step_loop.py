@@ -52,7 +52,7 @@ class StepListener(Protocol):
         """Load and totals now; how long the step took that has ended since the last report, if one has."""
 
     def on_lost(self, streams: list[RequestStream]) -> None:
-        """The step that held these requests raised. They are dropped, the engine goes on."""
+        """The step that held these requests raised, or the core could not queue them. They are dropped, the engine goes on."""
 
     def on_fatal(self, message: str) -> None:
         """The engine cannot go on and the thread ends."""
@@ -61,7 +61,8 @@ class StepListener(Protocol):
 @dataclass(frozen=True, slots=True)
 class FailurePolicy:
     """More than `max_step_failures` failed steps within `window` seconds, none between them that gave a token, mean that the
-    engine is broken. A step has failed when it raised, or when the engine says so of the requests in it (`engine_error`)."""
+    engine is broken. A step has failed when it raised, or when the engine says so of the requests in it (`engine_error`); a
+    request that could not be queued counts the same."""
 
     max_step_failures: int = 3
     window: float = 60.0
@@ -139,6 +140,13 @@ class StepLoop:
             self._active[stream.request_id] = stream
         except RequestRefused as error:
             refusal = error
+        except Exception:
+            logger.exception("a request could not be queued")
+            self._core.abort(stream.request_id)  # whatever of it had got in
+            self.tell(functools.partial(self._listener.on_lost, [stream]))
+            self._core.check_integrity()
+            self._count_failure()
+            return
         self.tell(functools.partial(self._listener.on_added, stream, refusal))
 
     def abort(self, request_id: str) -> bool:

@@ -392,7 +392,10 @@ class _Listener:
 
     def on_lost(self, streams: list[RequestStream]) -> None:
         for stream in streams:
-            failed = Failed("engine_error", "A step of the engine failed; its log has the reason. Retry the request.")
+            failed = Failed(
+                "engine_error",
+                "The engine failed over this request; its log has the reason. Retry the request.",
+            )
             self._owner._push(stream, failed)
 
     def on_fatal(self, message: str) -> None:

@@ -105,7 +105,7 @@ class ReplicaApp:
         stream = await engine.submit(wanted, arrived, trace_headers)
         response = web.StreamResponse(headers={"Content-Type": NDJSON})
         try:
-            async with _streaming(request, response):
+            async with _streaming(request, response, self._config.write_timeout):
                 while chunks := await stream.read():
                     await self._write(request, response, chunks)
             return response
@@ -125,7 +125,7 @@ class ReplicaApp:
         self._wakes.add(wake)
         response = web.StreamResponse(headers={"Content-Type": NDJSON})
         try:
-            async with _streaming(request, response):
+            async with _streaming(request, response, self._config.write_timeout):
                 await self._send_events(request, response, engine, subscription, wake)
             return response
         finally:
@@ -164,22 +164,30 @@ class ReplicaApp:
         for value in values:
             self._encoder.encode_into(value, lines, -1)
             lines += b"\n"
-        try:
-            async with asyncio.timeout(self._config.write_timeout):
-                await response.write(bytes(lines))
-        except TimeoutError as error:
-            logger.warning("%s: the client took nothing for %g seconds", request.path, self._config.write_timeout)
-            _cut(request)
-            raise ConnectionResetError("the client reads nothing") from error
+        async with _time_to_take(request, self._config.write_timeout):
+            await response.write(bytes(lines))
 
 
 @contextlib.asynccontextmanager
-async def _streaming(request: web.Request, response: web.StreamResponse) -> AsyncIterator[None]:
+async def _time_to_take(request: web.Request, seconds: float) -> AsyncIterator[None]:
+    """Around one write: disconnects a reader that takes nothing for `seconds`."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        logger.warning("%s: the client took nothing for %g seconds", request.path, seconds)
+        _cut(request)
+        raise ConnectionResetError("the client reads nothing") from error
+
+
+@contextlib.asynccontextmanager
+async def _streaming(request: web.Request, response: web.StreamResponse, write_timeout: float) -> AsyncIterator[None]:
     """Begins and ends a streamed response. What goes wrong in between cannot be answered any more: the connection is cut."""
     try:
         await response.prepare(request)
         yield
-        await response.write_eof()
+        async with _time_to_take(request, write_timeout):
+            await response.write_eof()
     except ConnectionError as error:
         logger.debug("%s: the connection is gone: %s", request.path, error)
     except Unavailable as error:

@@ -14,6 +14,7 @@ from engine.server.replies import request_path
 from gateway.workers.protocol import GenerateRequest
 
 MAX_REQUEST_ID = 256
+_MAX_NAME = 200  # of a field in an answer: names are the client's, and may be as long as the body
 
 BodyT = TypeVar("BodyT")
 
@@ -39,6 +40,9 @@ async def read_body(request: web.Request, limit: int, timeout: float) -> bytes:
     except TimeoutError as error:
         message = f"The body did not arrive within {timeout:g} seconds; {len(body)} bytes of it did. Send the request again."
         raise RequestRefused("body_timeout", message) from error
+    except web.RequestPayloadError as error:
+        # Chunks or a Content-Encoding that do not add up.
+        raise RequestRefused("malformed_body", "The body does not arrive as its headers say; send it again.") from error
     return bytes(body)
 
 
@@ -52,7 +56,7 @@ def decode(request: web.Request, body: bytes, kind: type[BodyT]) -> BodyT:
             return msgspec.msgpack.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise _misfit(str(error)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         name = "JSON" if content_type == _JSON else "MessagePack"
         raise RequestRefused("malformed_body", f"The body is not valid {name}: {str(error) or 'nested too deeply'}.") from error
     given = "no Content-Type" if "Content-Type" not in request.headers else f"Content-Type {content_type}"
@@ -72,13 +76,18 @@ def check_generate(request: GenerateRequest) -> None:
 def _misfit(error: str) -> RequestRefused:
     matched = _AT.fullmatch(error)
     message, path = matched.groups() if matched is not None else (error, None)
-    field = request_path(path or "")
+    field = _shortened(request_path(path or ""))
     unknown = re.fullmatch(r"Object contains unknown field `(.*)`", message)
     if unknown is not None:
-        field = f"{field}.{unknown[1]}".removeprefix(".")
+        field = f"{field}.{_shortened(unknown[1])}".removeprefix(".")
         return RequestRefused("invalid_request", f"{field} is not a field of this request; remove it.", field)
     missing = re.fullmatch(r"Object missing required field `(.*)`", message)
     if missing is not None:
         field = f"{field}.{missing[1]}".removeprefix(".")
         return RequestRefused("invalid_request", f"{field} is missing; add it.", field)
+    message = _shortened(message)
     return RequestRefused("invalid_request", f"{field}: {message}." if field else f"{message}.", field or None)
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]}..."

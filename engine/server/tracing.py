@@ -28,8 +28,8 @@ _MAX_QUEUED_SPANS = 4096
 
 
 def traces_endpoint(url: str) -> str:
-    """Where spans go: `url` is an OTLP/HTTP base (http://host:4318) or the full path of its traces signal."""
-    return url if urlsplit(url).path.endswith("/v1/traces") else url.rstrip("/") + "/v1/traces"
+    """Where spans go: `url` of an OTLP/HTTP collector; /v1/traces is added when it has no path, as the gateway does."""
+    return url if urlsplit(url).path.strip("/") else url.rstrip("/") + "/v1/traces"
 
 
 class RequestTracing:

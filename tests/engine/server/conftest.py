@@ -13,7 +13,7 @@ def tiny_llama(tiny_checkpoint):
 def load(request):
     """Makes an engine core; once of each kind."""
     if request.param == "simulated":
-        return lambda: simulated(vocab_size=320)
+        return lambda: simulated(vocab_size=320, max_num_batched_tokens=256)
     directory = request.getfixturevalue("tiny_llama")
 
     def load_real():

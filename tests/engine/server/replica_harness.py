@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 from dataclasses import dataclass
 
 import aiohttp
@@ -22,6 +23,35 @@ FAST = CostModel(step=0.002, prefill_token=1e-6, prefill_pair=0.0, decode_sequen
 def simulated(**changes):
     config = {"num_blocks": 256, "max_model_len": 4096, "max_num_seqs": 32, "mean_output_tokens": 0, "cost": FAST}
     return SimulatedEngine(SimulationConfig(**{**config, **changes}))
+
+
+class Gated:
+    """A core whose steps need a permit each, so that a test says how far it gets."""
+
+    def __init__(self, core, permits=0):
+        self._core = core
+        self._permits = threading.Semaphore(permits)
+        self._opened = False
+
+    def __getattr__(self, name):
+        return getattr(self._core, name)
+
+    def allow(self, steps):
+        self._permits.release(steps)
+
+    def open(self):
+        """From now on steps need none."""
+        self._opened = True
+        self._permits.release()
+
+    def step(self):
+        before = self._core.stats().steps_total
+        if not self._opened:
+            self._permits.acquire()
+        produced = self._core.step()
+        if self._core.stats().steps_total == before:
+            self._permits.release()  # it was interrupted while it waited for its time to pass
+        return produced
 
 
 @dataclass

@@ -122,14 +122,13 @@ async def test_abort_by_request_ends_the_stream_as_promised(load):
 
 async def test_disconnect_aborts_while_decoding_and_while_queued(load):
     async with running(load) as replica:
-        streams = []
-        for number in range(40):  # 32 run, 8 wait
-            streams.append(
-                await replica.session.post(
-                    replica.url + "/v1/generate",
-                    json=body(f"r{number}", range(number, number + 40), sampling={"max_tokens": 3000}),
-                )
+        streams = [
+            await replica.session.post(
+                replica.url + "/v1/generate",
+                json=body(f"r{number}", range(number, number + 40), sampling={"max_tokens": 3000}),
             )
+            for number in range(40)  # 32 run, 8 wait
+        ]
         await replica.until(
             lambda stats: stats.running + stats.waiting == 40 and stats.waiting and stats.generated_tokens_total > 40
         )
