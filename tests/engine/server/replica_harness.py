@@ -114,7 +114,9 @@ def tokens_of(chunks, index=0):
 
 
 @contextlib.asynccontextmanager
-async def running(load, address=None, *, otlp_url=None, max_requests=1024, debug_integrity=True, **config):
+async def running(
+    load, address=None, *, otlp_url=None, max_requests=1024, debug_integrity=True, event_batches=10_000, **config
+):
     """Serves what `load` makes until the block ends. `config`: fields of ServerConfig."""
     ready = asyncio.get_running_loop().create_future()
     made = []
@@ -124,7 +126,7 @@ async def running(load, address=None, *, otlp_url=None, max_requests=1024, debug
         return made[0]
 
     config = ServerConfig(**{"heartbeat": 0.2, "shutdown_timeout": 5.0, **config})
-    thread_config = EngineThreadConfig(max_requests=max_requests, debug_integrity=debug_integrity)
+    thread_config = EngineThreadConfig(max_requests=max_requests, debug_integrity=debug_integrity, event_batches=event_batches)
     address = TCPAddress("127.0.0.1", 0) if address is None else address
     task = asyncio.create_task(serve(make, address, config, thread_config, otlp_url=otlp_url, on_ready=ready.set_result))
     await asyncio.wait((task, ready), return_when=asyncio.FIRST_COMPLETED)

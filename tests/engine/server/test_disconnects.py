@@ -63,7 +63,7 @@ async def still_serves(replica):
 @pytest.mark.parametrize("choices", [1, 3])
 async def test_leaving_while_decoding(load, leave, choices):
     async with running(load) as replica:
-        async with connection(replica.url) as (reader, writer):
+        async with connection(replica.url) as (_, writer):
             writer.write(http(body(n=choices, max_tokens=3000, temperature=1.0)))
             await replica.until(lambda stats: stats.generated_tokens_total > 2 * choices)
             if leave == "half-close":
