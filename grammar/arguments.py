@@ -20,6 +20,6 @@ def arguments_object(arguments: object) -> dict[str, Any]:
         return {}
     try:
         value = msgspec.json.decode(arguments)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -16,7 +16,7 @@ import xgrammar
 
 from grammar.limits import DEFAULT_LIMITS, GrammarLimits
 from grammar.lowering import error_text, lower, parse_source
-from grammar.probe import Prober
+from grammar.probe import ProbeLost, Prober
 from grammar.tools import GrammarRefused
 from grammar.vocabulary import read_vocabulary
 
@@ -186,6 +186,8 @@ class GrammarCompiler:
                 if problem is not None:
                     return GrammarRefused(f"The grammar {problem}.")
             compiled = self._compiler.compile_structural_tag(lower(parsed, _to_ebnf))
+        except ProbeLost as lost:
+            raise GrammarRefused(f"The grammar {lost}.") from lost  # raised, so that it is not remembered
         except GrammarRefused as refused:
             return refused
         except RuntimeError as error:

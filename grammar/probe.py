@@ -45,6 +45,10 @@ class Outcome(msgspec.Struct, frozen=True):
     problem: str | None = None
 
 
+class ProbeLost(Exception):  # noqa: N818 - it is an answer to the caller
+    """The helper died or was closed before it answered. The text is the rest of a sentence that begins with "The grammar"."""
+
+
 def write_message(stream: IO[bytes], message: msgspec.Struct) -> None:
     """Writes one message and flushes."""
     body = msgspec.msgpack.encode(message)
@@ -80,10 +84,13 @@ class Prober:
         self._closed = False
 
     def problem_with(self, source: str) -> str | None:
-        """Tries a compilation. None when it ends in time, else the rest of a sentence that begins with "The grammar"."""
+        """Tries a compilation. None when it ends in time, else the rest of a sentence that begins with "The grammar".
+
+        Raises ProbeLost when there was no answer, which says nothing about the source.
+        """
         with self._lock:
             if self._closed:
-                return "cannot be tried any more: the engine is stopping"
+                raise ProbeLost("cannot be tried any more: the engine is stopping")
             if self._helper is None or not self._helper.alive():
                 self._helper = _Helper(self._setup)
             helper = self._helper
@@ -125,7 +132,7 @@ class _Helper:
         future: Future[str | None] = Future()
         with self._lock:
             if self._broken:
-                future.set_result(_DIED)
+                future.set_exception(ProbeLost(_DIED))
                 return future
             self._numbers += 1
             number = self._numbers
@@ -137,7 +144,7 @@ class _Helper:
         try:
             with self._lock:
                 write_message(self._stdin, message)
-        except OSError:
+        except (OSError, ValueError):  # ValueError: closed meanwhile
             self._fail()
 
     def _read(self) -> None:
@@ -154,7 +161,7 @@ class _Helper:
             self._broken = True
             waiting, self._waiting = self._waiting, {}
         for future in waiting.values():
-            future.set_result(_DIED)
+            future.set_exception(ProbeLost(_DIED))
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

@@ -23,6 +23,7 @@ from grammar.compiler import raw_compile, tokenizer_info
 from grammar.probe import Outcome, ProbeSetup, Trial, read_message, write_message
 
 _READ_SIZE = 4096
+_TOO_MUCH_MEMORY = "takes too much memory to compile; send fewer or simpler tools"
 
 
 @dataclass(slots=True)
@@ -89,7 +90,7 @@ class _Forker:
             raw_compile(source, self._info, self._limits)
             said = b"ok"
         except MemoryError:
-            said = b"takes too much memory to compile; send fewer or simpler tools"
+            said = _TOO_MUCH_MEMORY.encode()
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
             said = f"cannot be compiled: {error}".encode()[:2000]
         finally:
@@ -102,11 +103,15 @@ class _Forker:
         if said:
             child.said += said
             return
-        self._end(child, kill=False)
+        status = self._end(child, kill=False)
         if child.said == b"ok":
             problem = None
+        elif child.said:
+            problem = child.said.decode("utf-8", "replace")
+        elif os.waitstatus_to_exitcode(status) == -signal.SIGSEGV:
+            problem = "nests too deeply to be compiled; send simpler tools"
         else:
-            problem = child.said.decode("utf-8", "replace") or "takes too much memory to compile; send fewer or simpler tools"
+            problem = _TOO_MUCH_MEMORY
         write_message(self._stdout, Outcome(child.number, problem))
 
     def _kill_late(self) -> None:
@@ -117,13 +122,14 @@ class _Forker:
             problem = f"takes more than {seconds:g} seconds to compile; send fewer or simpler tools"
             write_message(self._stdout, Outcome(child.number, problem))
 
-    def _end(self, child: _Child, *, kill: bool) -> None:
+    def _end(self, child: _Child, *, kill: bool) -> int:
+        """Forgets a child; returns how it exited, as waitpid says it."""
         self._selector.unregister(child.pipe)
         os.close(child.pipe)
         del self._children[child.pipe]
         if kill:
             os.kill(child.pid, signal.SIGKILL)
-        os.waitpid(child.pid, 0)
+        return os.waitpid(child.pid, 0)[1]
 
 
 def _address_space() -> int:

@@ -44,10 +44,10 @@ _FORMATS = frozenset(
 
 
 def types_of(schema: dict[str, Any], context: Context, path: Path) -> list[str]:
-    """The types a schema allows. Without `type` the family of its constraints is taken, if it is one; else []: any type."""
+    """The types a schema allows; [] for any. Without `type` the families of its constraints are taken, so that each holds."""
     if "type" not in schema:
         families = [name for name, keys in _FAMILIES.items() if any(key in schema for key in keys)]
-        return families if len(families) == 1 and "enum" not in schema and "const" not in schema else []
+        return [] if "enum" in schema or "const" in schema else families
     value = schema["type"]
     names = value if isinstance(value, list) else [value]
     if not names:
@@ -87,7 +87,7 @@ def _has_type(value: object, types: list[str]) -> bool:
     if isinstance(value, bool):
         return "boolean" in types
     if isinstance(value, int | float):
-        return "number" in types or ("integer" in types and value == int(value))
+        return "number" in types or ("integer" in types and float(value).is_integer())
     if isinstance(value, str):
         return "string" in types
     return ("array" if isinstance(value, list) else "object") in types
@@ -238,9 +238,10 @@ def object_(schema: dict[str, Any], visit: Visit, context: Context, path: Path) 
         rest = True
     if rest is False and not patterns and least > len(properties):
         context.refuse("asks for more properties than it allows", (*path, "minProperties"))
-    if rest and properties and not patterns and least <= len(properties):
-        if distinct_prefixes(properties) > context.limits.max_open_prefixes:
-            rest = False
+    # XGrammar does not hold propertyNames next to described properties, and many of those take long to tell apart from others.
+    costly = "propertyNames" in schema or distinct_prefixes(properties) > context.limits.max_open_prefixes
+    if rest and properties and costly and not patterns and least <= len(properties):
+        rest = False
     if described and (properties or not patterns):
         out["properties"] = properties
     if required:

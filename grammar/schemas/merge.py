@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 Schema = dict[str, Any] | bool
 
 ANNOTATIONS = frozenset(
@@ -41,6 +43,11 @@ def merge(first: Schema, second: Schema) -> Schema:
             merged[key] = min(merged[key], value)
         elif key in _SUBSCHEMAS:
             merged[key] = both(merged[key], value)
+        elif key == "patternProperties" and isinstance(value, dict) and isinstance(merged[key], dict):
+            merged[key] = {
+                **merged[key],
+                **{name: both(merged[key][name], child) if name in merged[key] else child for name, child in value.items()},
+            }
     if "type" in first and "type" in second:
         types = _common_types(first["type"], second["type"])
         if not types:
@@ -73,26 +80,36 @@ def _common_types(first: Any, second: Any) -> list[Any]:
 def _merge_values(merged: dict[str, Any], first: dict[str, Any], second: dict[str, Any]) -> bool:
     """Intersects const and enum. False when no value is left."""
     if "const" in first and "const" in second:
-        return bool(first["const"] == second["const"])
+        return bool(_identity(first["const"]) == _identity(second["const"]))
     allowed = [schema["enum"] for schema in (first, second) if isinstance(schema.get("enum"), list)]
     if "const" in merged:
-        if any(merged["const"] not in values for values in allowed):
+        if any(_identity(merged["const"]) not in set(map(_identity, values)) for values in allowed):
             return False
         merged.pop("enum", None)
     elif len(allowed) == 2:
-        merged["enum"] = [value for value in allowed[0] if value in allowed[1]]
+        wanted = set(map(_identity, allowed[1]))
+        merged["enum"] = [value for value in allowed[0] if _identity(value) in wanted]
         return bool(merged["enum"])
     return True
+
+
+def _identity(value: Any) -> Any:
+    """Hashable, and equal for values that are equal in JSON: 1 and 1.0 are, 1 and true are not."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return msgspec.json.encode(value, order="sorted")
+    return value
 
 
 def _merge_required(merged: dict[str, Any], first: dict[str, Any], second: dict[str, Any]) -> None:
     left, right = first.get("required"), second.get("required")
     if isinstance(left, list) and isinstance(right, list):
-        merged["required"] = [*left, *(name for name in right if name not in left)]
+        names = {name for name in left if isinstance(name, str)}
+        merged["required"] = [*left, *(name for name in right if not isinstance(name, str) or name not in names)]
 
 
 def _merge_properties(merged: dict[str, Any], first: dict[str, Any], second: dict[str, Any]) -> bool:
-    """Unites properties; what one side closes to the other's properties stays closed. False when a required one is out."""
+    """Unites properties; what one side says of further properties holds for those that only the other side describes.
+    False when a required one is out."""
     sides = [side.get("properties") for side in (first, second)]
     properties = [side if isinstance(side, dict) else {} for side in sides]
     if any(side is not None for side in sides):
@@ -100,15 +117,20 @@ def _merge_properties(merged: dict[str, Any], first: dict[str, Any], second: dic
         for name, schema in properties[1].items():
             united[name] = both(united[name], schema) if name in united else schema
         for side, own in ((first, properties[0]), (second, properties[1])):
-            if side.get("additionalProperties") is False and "patternProperties" not in side:
+            rest = side.get("additionalProperties", True)
+            if rest is True or "patternProperties" in side:
+                continue
+            if rest is False:
                 united = {name: schema for name, schema in united.items() if name in own}
+            else:
+                united = {name: schema if name in own else both(schema, rest) for name, schema in united.items()}
         merged["properties"] = united
     if "additionalProperties" in first and "additionalProperties" in second:
-        rest = (first["additionalProperties"], second["additionalProperties"])
-        merged["additionalProperties"] = False if False in rest else both(*rest)
+        left, right = first["additionalProperties"], second["additionalProperties"]
+        merged["additionalProperties"] = False if left is False or right is False else both(left, right)
     if merged.get("additionalProperties") is False and "patternProperties" not in merged:
         required = merged.get("required")
         known = merged.get("properties")
-        if isinstance(required, list) and not set(required) <= set(known if isinstance(known, dict) else ()):
-            return False
+        if isinstance(required, list) and (known is None or isinstance(known, dict)):
+            return all(name in (known or ()) for name in required if isinstance(name, str))
     return True

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import unquote
 
+import msgspec
+
 from grammar.schemas.context import Context, Path, json_pointer
 from grammar.schemas.merge import ANNOTATIONS, Schema
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A definition to be written: its name under $defs, its schema, where that lies, and how deep it counts as."""
+
+    name: str
+    schema: Schema
+    where: Path
+    depth: int
 
 
 class References:
@@ -16,7 +29,8 @@ class References:
         self._root = root
         self._context = context
         self._names: dict[str, str] = {}
-        self._pending: list[tuple[str, Schema, Path]] = []
+        self._pending: list[Pending] = []
+        self._resolved: dict[str, tuple[Schema, Path]] = {}
 
     def resolve(self, ref: object, path: Path) -> tuple[Schema, Path]:
         """The schema a reference means, through chains of references that say nothing else, and where it lies."""
@@ -24,24 +38,39 @@ class References:
         while True:
             if not isinstance(ref, str):
                 self._context.refuse("has a $ref that is not a string", path)
+            if ref in self._resolved:
+                break
             if ref in seen:
                 self._context.refuse(f"has a circular $ref: {ref!r} leads back to itself", path)
             seen.add(ref)
             target, where = self._locate(ref, path)
             if not isinstance(target, dict) or "$ref" not in target or constraints_beside(target, "$ref"):
-                return target, where
+                self._resolved[ref] = target, where
+                break
             ref = target["$ref"]
+        resolved = self._resolved[ref]
+        self._resolved.update(dict.fromkeys(seen, resolved))
+        return resolved
 
     def named(self, target: Schema, where: Path) -> str:
         """A reference in the result to this subschema, which `take_pending` will hand out once."""
-        key = json_pointer(where)
+        return self._name(json_pointer(where), Pending("", target, where, 0))
+
+    def shared(self, schema: dict[str, Any], where: Path, depth: int) -> str:
+        """A reference in the result to a schema that was put together, one for all places where the same comes out.
+
+        That is what ends a recursion through merged references. Where every turn of it makes a larger schema, `depth` ends it.
+        """
+        return self._name(msgspec.json.encode(schema).decode(), Pending("", schema, where, depth))
+
+    def _name(self, key: str, what: Pending) -> str:
         if key not in self._names:
             self._names[key] = f"d{len(self._names)}"
-            self._pending.append((self._names[key], target, where))
+            self._pending.append(replace(what, name=self._names[key]))
         return f"#/$defs/{self._names[key]}"
 
-    def take_pending(self) -> list[tuple[str, Schema, Path]]:
-        """(name, schema, where) of definitions that are still to be written."""
+    def take_pending(self) -> list[Pending]:
+        """The definitions that are still to be written."""
         pending, self._pending = self._pending, []
         return pending
 

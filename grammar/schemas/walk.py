@@ -14,6 +14,8 @@ from grammar.schemas.merge import Schema, merge
 from grammar.schemas.references import References, constraints_beside
 
 _COMBINATORS = ("anyOf", "oneOf")
+_SHOWN_LEVELS = 8
+"""How far the pointer of a schema that is too deep leads into it."""
 
 
 def prepare(root: Schema, context: Context, *, as_object: bool) -> Schema:
@@ -30,7 +32,11 @@ def measure(root: Schema, context: Context) -> None:
         children: list[tuple[Path, Any]] = []
         for path, value in level:
             pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-            children.extend(((*path[:6], key), child) for key, child in pairs if isinstance(child, dict | list))
+            children.extend(
+                ((*path, key) if len(path) < _SHOWN_LEVELS else path, child)
+                for key, child in pairs
+                if isinstance(child, dict | list)
+            )
         level = children
         if not level:
             break
@@ -54,11 +60,14 @@ class _Walk:
         root = self._root
         if as_object and isinstance(root, dict):
             root = self._as_object(root)
-        prepared = self._visit(root, (), 0, frozenset())
+        prepared = self._visit(root, (), 0)
         definitions: dict[str, Schema] = {}
         while pending := self._references.take_pending():
-            for name, target, where in pending:
-                definitions[name] = self._visit(target, where, 0, frozenset())
+            for definition in pending:
+                written = self._visit(definition.schema, definition.where, definition.depth)
+                if written is False:
+                    self._context.refuse("allows no value at all", definition.where)
+                definitions[definition.name] = written
         if isinstance(prepared, bool):
             return prepared
         if definitions:
@@ -76,8 +85,7 @@ class _Walk:
             self._context.refuse(f"describes {' or '.join(types)}, but the arguments of a tool are an object", ("type",))
         return {**root, "type": "object"}
 
-    def _visit(self, schema: Any, path: Path, depth: int, inlined: frozenset[Path]) -> Schema:
-        """`inlined`: where the targets lie whose references were merged into this place, so that recursion ends."""
+    def _visit(self, schema: Any, path: Path, depth: int) -> Schema:
         if depth > self._context.limits.max_schema_depth:
             most = self._context.limits.max_schema_depth
             self._context.refuse(f"nests too deeply; at most {most} levels of schemas are allowed", path)
@@ -86,12 +94,14 @@ class _Walk:
             return schema
         if not isinstance(schema, dict):
             self._context.refuse(f"has {kind_of(schema)} where a schema (an object or a boolean) belongs", path)
-        combined, inlined = self._combined(schema, path, inlined)
+        combined, inlined = self._combined(schema, path, frozenset(), 0)
         if isinstance(combined, bool):
             return combined
+        if inlined and "$ref" not in combined:
+            return {"$ref": self._references.shared(combined, path, depth + 1)}
 
         def visit(child: Any, where: Path) -> Schema:
-            return self._visit(child, where, depth + 1, inlined)
+            return self._visit(child, where, depth + 1)
 
         if "$ref" in combined:
             target, where = self._references.resolve(combined["$ref"], path)
@@ -126,10 +136,15 @@ class _Walk:
                 out["type"] = [name for name in types if name != "object"]
         return out
 
-    def _combined(self, schema: dict[str, Any], path: Path, inlined: frozenset[Path]) -> tuple[Schema, frozenset[Path]]:
-        """The schema with allOf, and whatever stands beside $ref, anyOf or oneOf, merged into one place."""
+    def _combined(
+        self, schema: dict[str, Any], path: Path, inlined: frozenset[Path], rounds: int
+    ) -> tuple[Schema, frozenset[Path]]:
+        """The schema with allOf, and whatever stands beside $ref, anyOf or oneOf, merged into one place.
+
+        `inlined`: where the targets lie whose references were merged into this place already. `rounds`: how often this has
+        been called and has gone round for this place.
+        """
         current: Schema = _without_nullable(schema)
-        rounds = 0
         while True:
             rounds += 1
             if rounds > self._context.limits.max_schema_depth:
@@ -142,33 +157,45 @@ class _Walk:
                     return current, inlined
                 target, where = self._references.resolve(current["$ref"], path)
                 if where in inlined:
-                    return {"$ref": current["$ref"]}, inlined
+                    self._context.refuse(f"has a circular $ref: {current['$ref']!r} leads back to itself", path)
                 inlined = inlined | {where}
                 current = merge(target, beside)
             elif "allOf" in current:
                 branches = self._branches(current, "allOf", path)
                 current = {key: value for key, value in current.items() if key != "allOf"}
                 for i, branch in enumerate(branches):
-                    resolved, inlined = self._inlined(branch, (*path, "allOf", i), inlined)
+                    self._context.count_node((*path, "allOf", i))
+                    resolved, inlined = self._inlined(branch, (*path, "allOf", i), inlined, rounds)
                     current = merge(current, resolved)
+                    self._check_width(current, path)
             else:
-                return self._distributed(current, path, inlined)
+                return self._distributed(current, path, inlined, rounds)
 
-    def _inlined(self, branch: Any, path: Path, inlined: frozenset[Path]) -> tuple[Schema, frozenset[Path]]:
+    def _inlined(self, branch: Any, path: Path, inlined: frozenset[Path], rounds: int) -> tuple[Schema, frozenset[Path]]:
         """A branch without a $ref or allOf of its own, to be merged with its siblings."""
         if isinstance(branch, dict) and "$ref" in branch:
             target, where = self._references.resolve(branch["$ref"], path)
             if where in inlined:
                 return True, inlined  # it is being merged right here: it adds nothing
             inlined = inlined | {where}
-            branch = merge(target, constraints_beside(branch, "$ref"))
+            branch, path = merge(target, constraints_beside(branch, "$ref")), where
         if isinstance(branch, dict) and ("allOf" in branch or "$ref" in branch):
-            return self._combined(branch, path, inlined)
+            return self._combined(branch, path, inlined, rounds)
         if not isinstance(branch, dict | bool):
             self._context.refuse(f"has {kind_of(branch)} where a schema (an object or a boolean) belongs", path)
         return branch, inlined
 
-    def _distributed(self, schema: dict[str, Any], path: Path, inlined: frozenset[Path]) -> tuple[Schema, frozenset[Path]]:
+    def _check_width(self, merged: Schema, path: Path) -> None:
+        """Keeps a merge of thousands of branches from taking a time that is quadratic in them."""
+        most = self._context.limits.max_properties
+        for key in ("properties", "required"):
+            value = merged.get(key) if isinstance(merged, dict) else None
+            if isinstance(value, dict | list) and len(value) > most:
+                self._context.refuse(f"combines more than {most} properties", (*path, "allOf"))
+
+    def _distributed(
+        self, schema: dict[str, Any], path: Path, inlined: frozenset[Path], rounds: int
+    ) -> tuple[Schema, frozenset[Path]]:
         for key in _COMBINATORS:
             if key not in schema:
                 continue
@@ -177,11 +204,13 @@ class _Walk:
             if not beside:
                 return {key: branches}, inlined
             merged: list[Schema] = []
+            everything = inlined
             for i, branch in enumerate(branches):
                 self._context.count_node((*path, key, i))
-                resolved, inlined = self._inlined(branch, (*path, key, i), inlined)
+                resolved, here = self._inlined(branch, (*path, key, i), inlined, rounds)
+                everything = everything | here
                 merged.append(merge(beside, resolved))
-            return {key: merged}, inlined
+            return {key: merged}, everything
         return schema, inlined
 
     def _branches(self, schema: dict[str, Any], key: str, path: Path) -> list[Any]:
