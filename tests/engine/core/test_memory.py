@@ -1,6 +1,7 @@
 """Memory that is left, peaks, and the KV budget made of them."""
 
 import logging
+import mmap
 import re
 from pathlib import Path
 
@@ -62,8 +63,15 @@ def test_inside_a_container_the_own_group_is_the_root(tmp_path, proc):
     assert available_memory(tmp_path, proc) == 0
 
 
+def touch(size):
+    """Fresh pages, touched and given back. An allocator would reuse what earlier work left resident, and nothing would grow."""
+    with mmap.mmap(-1, size) as pages:
+        for offset in range(0, size, 4096):
+            pages[offset] = 1
+
+
 def allocate_and_drop():
-    torch.ones(40 * MIB // 4)
+    touch(40 * MIB)
 
 
 def test_peak_of_memory_that_is_given_back():
@@ -74,8 +82,7 @@ def test_sampled_peak_where_the_kernel_does_not_tell(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "PROC_SELF", tmp_path / "nowhere")
 
     def work():
-        kept = [torch.ones(40 * MIB // 4) for _ in range(3)]
-        del kept
+        touch(120 * MIB)
 
     assert peak_growth(work) >= 20 * MIB
 
