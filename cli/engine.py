@@ -194,7 +194,7 @@ def _run(load: Load, address: Address, options: dict[str, Any]) -> int:
     try:
         return asyncio.run(serve(load, address, config, thread_config, otlp_url=options["otlp"], on_ready=announce))
     except (ListenError, CheckpointError, ConfigError) as error:
-        click.echo(f"Error: {error}", err=True)
+        click.echo(f"Error: {str(error).rstrip('.')}.", err=True)
         return 1
     except Exception as error:
         # Of torch or the system: no memory for the blocks, a device that does not work. The log has where it came from.
@@ -222,9 +222,9 @@ def _real(options: dict[str, Any]) -> Load:
         from engine.config import EngineConfig
         from engine.loading import load_engine
 
-        _check_device(options["device"])
         name = options["model"] or DEFAULT_MODEL
         model = resolve(name, options["cache_dir"].absolute())
+        _check_device(options["device"])
         given: dict[str, Any] = {
             field: options[field] for field in ("max_num_seqs", "max_num_batched_tokens") if options[field] is not None
         }

@@ -164,7 +164,7 @@ async def test_a_follower_that_stops_reading_is_cut_off_and_holds_up_nobody(tmp_
         following = asyncio.create_task(follower.follow())
         async with asyncio.timeout(20):
             while await subscribers(replica) != 2:
-                await asyncio.sleep(0.005)
+                pass
         sent = 0
         async with asyncio.timeout(30):
             while await subscribers(replica) == 2:
