@@ -218,12 +218,13 @@ def _check_device(device: str) -> None:
 
 def _real(options: dict[str, Any]) -> Load:
     def load() -> EngineCore[Any]:
+        name = options["model"] or DEFAULT_MODEL
+        model = resolve(name, options["cache_dir"].absolute())  # first: a model that is not there is known at once
+
         # Imports torch, on the loading thread: the server answers meanwhile.
         from engine.config import EngineConfig
         from engine.loading import load_engine
 
-        name = options["model"] or DEFAULT_MODEL
-        model = resolve(name, options["cache_dir"].absolute())
         _check_device(options["device"])
         given: dict[str, Any] = {
             field: options[field] for field in ("max_num_seqs", "max_num_batched_tokens") if options[field] is not None
