@@ -11,18 +11,22 @@ def tiny_llama(tiny_checkpoint):
 
 @pytest.fixture(params=["simulated", "real"])
 def load(request):
-    """Makes an engine core; once of each kind."""
+    """Makes an engine core; once of each kind. `num_blocks` of 16 tokens; the context is of 4096 tokens, or the pool's."""
     if request.param == "simulated":
-        return lambda: simulated(vocab_size=320, max_num_batched_tokens=256)
+
+        def load_simulated(num_blocks=256):
+            return simulated(vocab_size=320, max_num_batched_tokens=256, num_blocks=num_blocks)
+
+        return load_simulated
     directory = request.getfixturevalue("tiny_llama")
 
-    def load_real():
+    def load_real(num_blocks=256):
         from engine.config import EngineConfig
         from engine.loading import load_engine
 
         return load_engine(
             EngineConfig(
-                model=directory, dtype="float32", num_blocks=256, max_num_seqs=32, max_num_batched_tokens=256, threads=1
+                model=directory, dtype="float32", num_blocks=num_blocks, max_num_seqs=32, max_num_batched_tokens=256, threads=1
             )
         )
 

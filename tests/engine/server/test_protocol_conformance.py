@@ -1,13 +1,17 @@
 """What docs/worker-protocol.md promises, over real sockets, of a simulated replica and of one that runs a model."""
 
 import asyncio
+import re
+import socket
+import threading
 
+import aiohttp
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from replica_harness import decode_chunks, decode_message, running, simulated, tokens_of
 
-from engine.server.listen import UnixAddress
+from engine.server.listen import TCPAddress, UnixAddress
 from gateway.workers.protocol import (
     PROTOCOL_VERSION,
     Done,
@@ -195,7 +199,6 @@ async def test_refusals_of_the_engine_itself(load):
         assert (await replica.stats()).requests_total == 0
 
 
-@pytest.mark.parametrize("load", ["simulated"], indirect=True)
 async def test_bodies_that_are_none(load):
     async with running(load, max_body=20_000) as replica:
         for content_type, data, status, code in [
@@ -231,6 +234,58 @@ async def test_bodies_that_are_none(load):
         status, answer = await replica.get("/v1/kv_events?after=-1")
         assert (status, msgspec.json.decode(answer)["error"]["field"]) == (400, "after")
         await replica.idle()
+
+
+async def test_more_blocks_than_the_pool_can_ever_hold(load):
+    async with running(lambda: load(num_blocks=10)) as replica:
+        for prompt, max_tokens in [(500, 8), (100, 200)]:
+            status, error = await replica.refused(body(prompt=[5] * prompt, sampling={"max_tokens": max_tokens}))
+            assert status == 400
+            # A pool that is smaller than the context bounds the context of a real engine, which sizes it by the pool.
+            assert error["code"] in ("kv_capacity_exceeded", "context_length_exceeded", "invalid_sampling")
+            assert error["field"] in ("token_ids", "sampling.max_tokens")
+            assert re.search(r"\d+.*\d+", error["message"])
+            assert replica.core.stats().requests_total == 0
+        assert len(tokens_of(await replica.generate(body(prompt=[5] * 100, sampling={"max_tokens": 60})))) == 60
+        # Many that fit one by one, and not together.
+        answers = await asyncio.gather(
+            *(
+                replica.generate(body(f"r{number}", [number + 3] * 70, sampling={"max_tokens": 40, "n": 1 + number % 2}))
+                for number in range(12)
+            )
+        )
+        assert all(len(tokens_of(chunks)) == 40 for chunks in answers)
+        await replica.idle()
+
+
+async def test_until_the_model_is_loaded_it_says_so():
+    loading, go_on = threading.Event(), threading.Event()
+
+    def slow():
+        loading.set()
+        assert go_on.wait(20)
+        return simulated()
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    async def early():
+        await asyncio.to_thread(loading.wait, 20)
+        async with aiohttp.ClientSession() as session:
+            for path in ("/health", "/v1/info", "/v1/stats", "/metrics", "/v1/kv_events"):
+                async with session.get(f"http://127.0.0.1:{port}{path}") as response:
+                    answers.append((response.status, (await response.json())["error"]["code"]))
+            async with session.post(f"http://127.0.0.1:{port}/v1/generate", json=body()) as response:
+                answers.append((response.status, (await response.json())["error"]["code"]))
+        go_on.set()
+
+    answers = []
+    asking = asyncio.create_task(early())
+    async with running(slow, TCPAddress("127.0.0.1", port)) as replica:
+        await asking
+        assert (await replica.get("/health"))[0] == 200
+    assert answers == [(503, "starting")] * 6
 
 
 async def test_a_full_queue_says_when_to_come_again():
