@@ -11,7 +11,7 @@ def tiny_llama(tiny_checkpoint):
 
 @pytest.fixture(params=["simulated", "real"])
 def load(request):
-    """Makes an engine core; once of each kind. `num_blocks` of 16 tokens; the context is of 4096 tokens, or the pool's."""
+    """Makes an engine core; once of each kind. `num_blocks` of 16 tokens, a context of 4096."""
     if request.param == "simulated":
 
         def load_simulated(num_blocks=256):
@@ -26,7 +26,13 @@ def load(request):
 
         return load_engine(
             EngineConfig(
-                model=directory, dtype="float32", num_blocks=num_blocks, max_num_seqs=32, max_num_batched_tokens=256, threads=1
+                model=directory,
+                dtype="float32",
+                num_blocks=num_blocks,
+                max_model_len=4096,
+                max_num_seqs=32,
+                max_num_batched_tokens=256,
+                threads=1,
             )
         )
 
