@@ -32,6 +32,17 @@ struct AttentionArgs {
     float scale;
 };
 
+// Mirrors WriteArgs of engine/kernels/cpu/library.py. Strides are in elements of `size` bytes.
+struct WriteArgs {
+    char* kv;
+    const char* k;
+    const char* v;
+    const int64_t* slots;
+    int64_t kv_block, kv_side, kv_head, kv_token;
+    int64_t k_token, k_head, v_token, v_head;
+    int64_t tokens, kv_heads, dim, block_size, size;
+};
+
 // A tile of work: rows [row, row + rows) of one sequence and KV head, against keys [key_begin, key_end).
 struct Tile {
     int32_t sequence, kv_head, row, rows;

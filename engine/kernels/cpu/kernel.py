@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from engine.kernels.cpu.library import AttentionArgs, Library, Team, load_library
+from engine.kernels.cpu.library import AttentionArgs, Library, Team, WriteArgs, load_library
 from engine.kernels.interface import AttentionSpec, StepBatch
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -38,11 +38,34 @@ class CpuAttention:
 
     def write(self, kv: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: StepBatch) -> None:
         """Stores k and v, both [T, kv heads, dim], in the slots of `batch`. kv: [block, 2, kv head, token, dim]."""
-        block_size = kv.shape[3]
-        block = torch.div(batch.slots, block_size, rounding_mode="floor")
-        offset = batch.slots - block * block_size
-        kv[block, 0, :, offset] = k
-        kv[block, 1, :, offset] = v
+        if k.stride(2) != 1:
+            k = k.contiguous()
+        if v.stride(2) != 1:
+            v = v.contiguous()
+        if not k.dtype == v.dtype == kv.dtype:
+            raise ValueError(f"keys, values and KV memory must be of one dtype, not {k.dtype}, {v.dtype}, {kv.dtype}")
+        kv_stride = kv.stride()
+        self.library.write(
+            WriteArgs(
+                kv=kv.data_ptr(),
+                k=k.data_ptr(),
+                v=v.data_ptr(),
+                slots=batch.slots.data_ptr(),
+                kv_block=kv_stride[0],
+                kv_side=kv_stride[1],
+                kv_head=kv_stride[2],
+                kv_token=kv_stride[3],
+                k_token=k.stride(0),
+                k_head=k.stride(1),
+                v_token=v.stride(0),
+                v_head=v.stride(1),
+                tokens=k.shape[0],
+                kv_heads=k.shape[1],
+                dim=k.shape[2],
+                block_size=kv.shape[3],
+                size=kv.element_size(),
+            )
+        )
 
     def attend(self, q: torch.Tensor, kv: torch.Tensor, spec: AttentionSpec, batch: StepBatch) -> torch.Tensor:
         """q: [T, heads, dim] -> [T, heads, dim]. Raises ValueError for a dtype or layout the kernel does not take."""

@@ -46,6 +46,19 @@ int turnkeep_attention(const turnkeep::AttentionArgs* a) {
     return 2;
 }
 
+// Stores k and v, [tokens][kv head][dim] with the given strides (elements of `size` bytes), in their slots.
+void turnkeep_write(const turnkeep::WriteArgs* w) {
+    for (int64_t t = 0; t < w->tokens; t++) {
+        const int64_t block = w->slots[t] / w->block_size, offset = w->slots[t] % w->block_size;
+        char* to = w->kv + (block * w->kv_block + offset * w->kv_token) * w->size;
+        for (int64_t h = 0; h < w->kv_heads; h++) {
+            memcpy(to + h * w->kv_head * w->size, w->k + (t * w->k_token + h * w->k_head) * w->size, w->dim * w->size);
+            memcpy(to + (w->kv_side + h * w->kv_head) * w->size, w->v + (t * w->v_token + h * w->v_head) * w->size,
+                   w->dim * w->size);
+        }
+    }
+}
+
 // Packs a row-major bfloat16 matrix [n, k] for turnkeep_forward; `out` holds turnkeep_packed_size(n, k) elements.
 int64_t turnkeep_packed_size(int64_t n, int64_t k) { return turnkeep::packed_size(n, k); }
 void turnkeep_pack(const uint16_t* w, int64_t n, int64_t k, int paired, uint16_t* out) { turnkeep::pack(w, n, k, paired, out); }

@@ -45,6 +45,17 @@ class AttentionArgs(ctypes.Structure):
     )
 
 
+class WriteArgs(ctypes.Structure):
+    """Mirrors WriteArgs of attention.h."""
+
+    _fields_ = (
+        *((name, _pointer) for name in ("kv", "k", "v", "slots")),
+        *((name, _int64) for name in ("kv_block", "kv_side", "kv_head", "kv_token")),
+        *((name, _int64) for name in ("k_token", "k_head", "v_token", "v_head")),
+        *((name, _int64) for name in ("tokens", "kv_heads", "dim", "block_size", "size")),
+    )
+
+
 class Team:
     """Threads that kernels run on (team.h). One call at a time uses them; others wait for it."""
 
@@ -73,6 +84,8 @@ class Library:
         self._attention = self._dll.turnkeep_attention
         self._attention.argtypes = (ctypes.POINTER(AttentionArgs),)
         self._attention.restype = ctypes.c_int
+        self._write = self._dll.turnkeep_write
+        self._write.argtypes, self._write.restype = (ctypes.POINTER(WriteArgs),), None
         self._packed_size = self._dll.turnkeep_packed_size
         self._packed_size.argtypes, self._packed_size.restype = (_int64, _int64), _int64
         self._pack = self._dll.turnkeep_pack
@@ -84,6 +97,10 @@ class Library:
     def team(self, threads: int) -> Team:
         """A new team of `threads` threads, the calling one among them."""
         return Team(self._dll, threads)
+
+    def write(self, args: WriteArgs) -> None:
+        """Stores one step's keys and values."""
+        self._write(args)
 
     def packed_size(self, rows: int, columns: int) -> int:
         """Elements that a packed matrix takes."""
