@@ -33,7 +33,7 @@ _FAMILIES = {
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 }
 _INT64 = 2**63 - 1
-_ANYTHING = ("^.*.*$", "^.*$")
+_ANYTHING = ("^.*$", "^.*.*$", "^.*.*.*$")
 _FORMATS = frozenset(
     (
         *("email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri", "uri-reference"),
