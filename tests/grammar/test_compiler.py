@@ -244,7 +244,7 @@ def test_random_calls_are_valid_for_enforced_keywords(compiler, walker, name):
     tools = [Tool("the.tool", parameters=ENFORCED[name])]
     choice = ToolChoice("named", name="the.tool")
     compiled = compiler.compile(HERMES.structural_tag(tools, choice))
-    for seed in range(12):
+    for seed in range(8):
         text = walker.walk(compiled.matcher(), Random(f"{name} {seed}"))
         said, calls = parsed(tools, choice, text)
         assert said == ""
@@ -280,8 +280,7 @@ def test_every_real_tool_is_accepted_alone_and_every_list_as_one(compiler):
     for tool in tools.values():
         compiler.compile(HERMES.structural_tag([tool]))
     for listed in servers.values():
-        for choice in (ToolChoice(), ToolChoice("required", parallel=False)):
-            compiler.compile(HERMES.structural_tag(listed, choice))
+        compiler.compile(HERMES.structural_tag(listed))
 
 
 def test_random_calls_of_real_tools_are_valid(compiler, walker):

@@ -10,10 +10,14 @@ from grammar.compiler import tokenizer_info
 from grammar.vocabulary import read_vocabulary
 
 
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_dir):
+    return AutoTokenizer.from_pretrained(smollm2_dir)
+
+
 @pytest.mark.parametrize("vocab_size", [49_152, 49_216])
-def test_the_vocabulary_is_the_one_xgrammar_reads(smollm2_dir, vocab_size):
+def test_the_vocabulary_is_the_one_xgrammar_reads(smollm2_dir, tokenizer, vocab_size):
     ours = tokenizer_info(smollm2_dir / "tokenizer.json", vocab_size, [2, 0])
-    tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
     theirs = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=[2, 0])
     assert ours.vocab_size == theirs.vocab_size == vocab_size
     assert ours.vocab_type == theirs.vocab_type == xgrammar.VocabType.BYTE_LEVEL
