@@ -2,6 +2,7 @@
 
 import logging
 import mmap
+import time
 import re
 from pathlib import Path
 
@@ -63,11 +64,13 @@ def test_inside_a_container_the_own_group_is_the_root(tmp_path, proc):
     assert available_memory(tmp_path, proc) == 0
 
 
-def touch(size):
-    """Fresh pages, touched and given back. An allocator would reuse what earlier work left resident, and nothing would grow."""
+def touch(size, held=0.0):
+    """Fresh pages, touched, held for some seconds, and given back. An allocator would reuse what earlier work left resident,
+    and nothing would grow."""
     with mmap.mmap(-1, size) as pages:
         for offset in range(0, size, 4096):
             pages[offset] = 1
+        time.sleep(held)
 
 
 def allocate_and_drop():
@@ -82,7 +85,7 @@ def test_sampled_peak_where_the_kernel_does_not_tell(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "PROC_SELF", tmp_path / "nowhere")
 
     def work():
-        touch(120 * MIB)
+        touch(120 * MIB, held=0.5)  # long enough for a sample every millisecond to see it on a busy machine
 
     assert peak_growth(work) >= 20 * MIB
 
