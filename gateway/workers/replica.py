@@ -148,9 +148,9 @@ class ReplicaClient:
 
     async def _open(self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]) -> aiohttp.ClientResponse:
         """Sends a request and waits for the head of the answer."""
-        session = self._open_session()
         url = URL(self._base + path, encoded=True)
         while True:
+            session = self._open_session()  # each time: the worker may have been removed while the last try went on
             use = _ConnectionUse()
             try:
                 return await session.request(

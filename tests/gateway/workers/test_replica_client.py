@@ -313,3 +313,21 @@ async def test_after_closing_every_call_says_so(client):
     await client.aclose()
     with pytest.raises(WorkerUnavailableError, match="was removed"):
         await client.info()
+
+
+async def test_closing_between_two_tries_of_a_request_says_so(tmp_path):
+    """The worker drops a kept-alive connection just when the client is closed: the second try has no session any more."""
+
+    async def drop(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 17\r\n\r\n" + b'{"aborted":false}')
+        await reader.readuntil(b"\r\n\r\n")
+        await client.aclose()
+        writer.close()
+
+    server = await asyncio.start_unix_server(drop, tmp_path / "r.sock")
+    client = ReplicaClient(f"unix:{tmp_path}/r.sock")
+    assert await client.abort("first") is False
+    with pytest.raises(WorkerUnavailableError, match="was removed"):
+        await client.abort("second")
+    server.close()
