@@ -2,8 +2,8 @@
 
 import logging
 import mmap
-import time
 import re
+import time
 from pathlib import Path
 
 import psutil
