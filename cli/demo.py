@@ -22,7 +22,7 @@ from traces.chat_client import ChatClient, ChatError
 from traces.format import TraceFormatError
 from traces.index import SessionEntry, expand_paths, index_files
 from traces.progress import ReplayProgress
-from traces.record_samples import BUNDLED, SAMPLING
+from traces.record_samples import BUNDLED, MAX_TOKENS, SAMPLING
 from traces.replay import Goodput, Replay, ReplayConfig, choose_model, open_http
 from traces.report import Run, table
 from traces.sample_tasks import TASKS, SampleTask
@@ -44,7 +44,7 @@ class DemoConfig:
     traces: Sequence[Path]
     replicas: int = 2
     concurrency: int = 4
-    max_tokens: int = 48
+    max_tokens: int = MAX_TOKENS
     goodput: Goodput = field(default_factory=lambda: Goodput(ttft=2000.0, tpot=200.0))
 
 

@@ -22,7 +22,10 @@ from traces.sample_tasks import TASKS, SampleTask
 from traces.tool_host import ToolHost, ToolHostError
 
 BUNDLED = Path(__file__).parent / "bundled"
-SAMPLING = {"temperature": 0.7, "top_p": 0.9, "seed": 7}
+SAMPLING = {"temperature": 0}
+"""Greedy: recording again gives the same text, and differences are differences of the engine."""
+
+MAX_TOKENS = 40
 
 
 def to_line(session: str, turn: AgentTurn, tools: Sequence[dict[str, object]], model: str, encoder: DeltaEncoder) -> TurnLine:
@@ -95,7 +98,7 @@ async def record_all(
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=BUNDLED, help="Folder for the files.")
 @click.option("--model", help="Default: the server's first.")
 @click.option("--api-key")
-@click.option("--max-tokens", type=click.IntRange(1, 4096), default=48, show_default=True, help="Longest answer.")
+@click.option("--max-tokens", type=click.IntRange(1, 4096), default=MAX_TOKENS, show_default=True, help="Longest answer.")
 @click.option("--only", multiple=True, help="Record these sessions only.")
 def main(url: str, out: Path, model: str | None, api_key: str | None, max_tokens: int, only: tuple[str, ...]) -> None:
     """Record the bundled trajectories through the server at URL."""

@@ -84,7 +84,7 @@ def choose(tool: str, user: str | None = None) -> Step:
     return Step(tool, None, user)
 
 
-def say(user: str | None = None) -> Step:
+def say(user: str = "In one short sentence: what did you find?") -> Step:
     return Step(None, None, user)
 
 
