@@ -27,6 +27,8 @@ class GrammarLimits:
     max_pattern_length: int = 4_096
     max_pattern_size: int = 1_000
     """Steps of one pattern with its counted repetitions written out (see grammar.pattern)."""
+    max_counted_length: int = 1_024
+    """A larger maxLength is not enforced: counting so many characters would leave no room for line ends and quotes."""
     max_count: int = 2_147_483_647
     """minLength, minItems and the like; XGrammar's own bound."""
 

@@ -2,8 +2,7 @@
 
 XGrammar's own translation inside structural tags allows any white space between tokens, on which small models spin, and
 lets a text be spelled in several ways, so that a history rendered again differs from what was generated. Here it is spelled
-as `json.dumps(value, ensure_ascii=False)` does: ", " and ": ", and escapes only where JSON needs them. Strings with a length
-limit, which XGrammar would give raw control characters and no escapes, get the same characters as all others.
+as `json.dumps(value, ensure_ascii=False)` does: ", " and ": ", and escapes only where JSON needs them.
 """
 
 from __future__ import annotations
@@ -13,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from grammar.counted import count_characters
 from grammar.limits import GrammarLimits
 from grammar.schemas.context import Context, json_pointer
-from grammar.schemas.cost import estimated_milliseconds
+from grammar.schemas.cost import counting_milliseconds, estimated_milliseconds
 from grammar.schemas.walk import prepare
 from grammar.tools import GrammarRefused
 
@@ -28,8 +28,6 @@ ESCAPE_RULE = (
     'basic_escape ::= (([\\"\\\\/bfnrt]) | ("u" [A-Fa-f0-9] [A-Fa-f0-9] [A-Fa-f0-9] [A-Fa-f0-9]))\n'  # as XGrammar writes it
 )
 _ESCAPE_RULE = 'basic_escape ::= (([\\"\\\\bfnrt]) | ("u" "0" "0" (("0" [0-7be]) | ("0" "f") | ("1" [0-9a-f]))))\n'
-COUNTED_CHARACTERS = '_characters ::= (([^\\"\\\\\\r\\n]))\n'  # as XGrammar writes it
-_COUNTED_CHARACTERS = '_characters ::= (([^\\0-\\x1f\\"\\\\]) | ("\\\\" basic_escape))\n'
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +51,7 @@ def parse_source(source: str, limits: GrammarLimits) -> Parsed:
         raise GrammarRefused('The grammar must be a structural tag: {"type": "structural_tag", "format": {...}}.')
     reader = _Reader(limits)
     tag["format"] = reader.read(tag["format"], ("format",))
-    return Parsed(tag, tuple(reader.schemas), reader.milliseconds)
+    return Parsed(tag, tuple(reader.schemas), reader.milliseconds + reader.counting_milliseconds)
 
 
 class _Reader:
@@ -61,6 +59,7 @@ class _Reader:
         self._limits = limits
         self.schemas: list[tuple[dict[str, Any], str | None]] = []
         self.milliseconds = 0.0
+        self.counting_milliseconds = 0.0
 
     def read(self, node: Any, path: tuple[str | int, ...]) -> Any:
         """A format, with its schemas prepared."""
@@ -87,6 +86,7 @@ class _Reader:
         if prepared is False:
             raise GrammarRefused("The grammar has a schema that allows no value.", tool=tool, pointer="")
         self.milliseconds += estimated_milliseconds(prepared)
+        self.counting_milliseconds = max(self.counting_milliseconds, counting_milliseconds(prepared))
         node = {**node, "json_schema": prepared}
         if set(node) <= {"type", "json_schema", "style"}:
             self.schemas.append((node, tool))
@@ -107,7 +107,7 @@ def lower(parsed: Parsed, to_ebnf: ToEbnf) -> str:
 
 def one_spelling(ebnf: str) -> str:
     """XGrammar's EBNF of a JSON Schema, with one way to write each string."""
-    return ebnf.replace(ESCAPE_RULE, _ESCAPE_RULE).replace(COUNTED_CHARACTERS, _COUNTED_CHARACTERS)
+    return count_characters(ebnf.replace(ESCAPE_RULE, _ESCAPE_RULE))
 
 
 def _sentence(error: Exception, tool: str | None) -> str:

@@ -31,7 +31,8 @@ UNENFORCED = frozenset(
 """Keywords whose meaning no grammar holds; finished arguments can be checked against them afterwards.
 
 Also not enforced: overlapping oneOf branches (treated as anyOf), lookahead in patterns, length limits beside a pattern or
-format, multipleOf of numbers that are not integers, one of two patterns or anyOf that apply to the same place.
+format, a maxLength above GrammarLimits.max_counted_length, multipleOf of numbers that are not integers, one of two patterns
+or anyOf that apply to the same place.
 """
 
 

@@ -7,32 +7,43 @@ repetition in patterns, enums of thousands of values, depth.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from grammar.counted import EXACT_LENGTH
 from grammar.pattern import examine_pattern
 
 _PER_NODE = 1.0
 _PER_NUMBER_RANGE = 15.0
+_PER_COUNTED = 20.0
 _PER_EXCLUDED_PREFIX = 15.0
 """Names of further properties must differ from the described ones: an automaton over all their prefixes."""
 
 
 def estimated_milliseconds(schema: dict[str, Any] | bool) -> float:
-    """The cost of a schema as `grammar.schema` returns it, with its definitions."""
-    total = 0.0
+    """The cost of a schema as `grammar.schema` returns it, with its definitions, but without `counting_milliseconds`."""
+    return sum(_PER_NODE + depth / 10 + _own(node) for node, depth in _nodes(schema))
+
+
+def counting_milliseconds(schema: dict[str, Any] | bool) -> float:
+    """The cost of counting characters (see grammar.counted), which all strings of all schemas of a grammar share."""
+    longest = max((max(node.get("minLength", 0), node.get("maxLength", 0)) for node, _ in _nodes(schema)), default=0)
+    return _PER_COUNTED * min(longest, EXACT_LENGTH)
+
+
+def _nodes(schema: dict[str, Any] | bool) -> Iterator[tuple[dict[str, Any], int]]:
+    """Every subschema with its depth."""
     stack: list[tuple[Any, int]] = [(schema, 0)]
     while stack:
         node, depth = stack.pop()
         if not isinstance(node, dict):
             continue
-        total += _PER_NODE + depth / 10 + _own(node)
+        yield node, depth
         for key in ("properties", "patternProperties", "$defs"):
             stack.extend((child, depth + 1) for child in node.get(key, {}).values())
         for key in ("anyOf", "prefixItems"):
             stack.extend((child, depth + 1) for child in node.get(key, ()))
         stack.extend((node[key], depth + 1) for key in ("items", "additionalProperties", "propertyNames") if key in node)
-    return total
 
 
 def distinct_prefixes(names: Iterable[str]) -> int:

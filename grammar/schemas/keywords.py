@@ -96,6 +96,8 @@ def _has_type(value: object, types: list[str]) -> bool:
 def string(schema: dict[str, Any], context: Context, path: Path) -> dict[str, Any]:
     """Length limits, pattern or format: XGrammar enforces one of the three, the most telling one stays."""
     lengths = _counts(schema, "minLength", "maxLength", context, path)
+    if lengths.get("maxLength", 0) > context.limits.max_counted_length:
+        del lengths["maxLength"]
     if "pattern" in schema:
         text = checked_pattern(schema["pattern"], context, (*path, "pattern"))
         if text not in _ANYTHING:

@@ -8,7 +8,7 @@ import msgspec
 
 from grammar.schemas import keywords
 from grammar.schemas.context import Context, Path, kind_of
-from grammar.schemas.cost import estimated_milliseconds
+from grammar.schemas.cost import counting_milliseconds, estimated_milliseconds
 from grammar.schemas.finite import can_end
 from grammar.schemas.merge import Schema, merge
 from grammar.schemas.references import References, constraints_beside
@@ -74,7 +74,7 @@ class _Walk:
             prepared = {**prepared, "$defs": definitions}
         if not can_end(prepared):
             self._context.refuse("requires itself without end, so no finite value fits", ())
-        if estimated_milliseconds(prepared) > self._context.limits.max_compile_milliseconds:
+        if estimated_milliseconds(prepared) + counting_milliseconds(prepared) > self._context.limits.max_compile_milliseconds:
             what = "would take too long to compile; send fewer optional properties, enum values or pattern repetitions"
             self._context.refuse(what, ())
         return prepared
