@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import logging
 import socket
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from gateway.app import MAX_HEADER_BYTES
 from gateway.config import HttpConfig
@@ -13,6 +15,21 @@ from gateway.config import HttpConfig
 
 class ListenError(Exception):
     """The address cannot be listened on. The message says why and what to change."""
+
+
+def _as_remarks(record: logging.LogRecord) -> bool:
+    """What does not parse as HTTP (scanners, TLS to a plain port) is no error of ours: one line for it, no traceback."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HttpProcessingError):
+        record.levelno, record.levelname = logging.INFO, logging.getLevelName(logging.INFO)
+        record.msg = f"{record.msg}: it is not HTTP: %s"
+        record.args = (*(record.args if isinstance(record.args, tuple) else ()), " ".join(error.message.split())[:200])
+        record.exc_info = None
+    return True
+
+
+log = logging.getLogger(__name__)
+log.addFilter(_as_remarks)
 
 
 class HttpServer:
@@ -29,6 +46,7 @@ class HttpServer:
             handler_cancellation=True,
             shutdown_timeout=config.shutdown_timeout,
             access_log=None,
+            logger=log,
             max_line_size=MAX_HEADER_BYTES,
             max_field_size=MAX_HEADER_BYTES,
             keepalive_timeout=75.0,

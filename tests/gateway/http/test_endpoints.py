@@ -1,3 +1,5 @@
+import asyncio
+
 import pytest
 from gateway_harness import run_gateway
 
@@ -161,3 +163,23 @@ def test_settings_out_of_range(tmp_path):
     with pytest.raises(ValueError, match="at least one model"):
         GatewayConfig(models=())
     assert "secret" not in repr(GatewayConfig(models=(model,), api_keys=("secret",)))
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"POST /v1/models HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n", b"GET / HTTP/1.1\r\nHost: x\r\na\x01: b\r\n\r\n"],
+)
+async def test_what_is_not_http_is_one_line_in_the_log(caplog, sent):
+    from aiohttp import web
+
+    caplog.set_level("INFO")
+    async with HttpServer(web.Application(), HttpConfig(port=0)) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(sent)
+        assert (await reader.readline()).split()[1] == b"400"
+        await reader.read()
+        writer.close()
+    (record,) = [record for record in caplog.records if record.name == "gateway.server"]
+    assert (record.levelname, record.exc_info) == ("INFO", None)
+    assert "127.0.0.1: it is not HTTP: " in record.getMessage()
+    assert "\n" not in record.getMessage()
