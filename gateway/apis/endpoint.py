@@ -101,14 +101,16 @@ class TurnEndpoint:
                     response = await self._whole(arrival, turn, running, answer, first_token)
             finally:
                 await running.aclose()
-            if failure is None:
-                outcome.status = 200
-                outcome.response = answer.body(running)
         except BaseException as error:
-            failure = error
+            # Hanging up after the last event is how a satisfied client leaves; it is not the turn's failure.
+            satisfied = stream is not None and stream.delivered and isinstance(error, ClientGoneError | asyncio.CancelledError)
+            failure = None if satisfied else error
             if not isinstance(error, ClientGoneError) or response is None:
                 raise
         finally:
+            if failure is None and outcome.running is not None:
+                outcome.status = 200
+                outcome.response = answer.body(outcome.running)
             self._conclude(arrival, turn, model, answer, outcome, failure)
             if failure is None and outcome.running is not None:
                 usage = outcome.running.usage
@@ -187,7 +189,7 @@ class TurnEndpoint:
         try:
             async with aclosing(_after(starting, running)) as events:
                 await self._pump(stream, events, answer, first_token)
-            await stream.send(answer.closing(running))
+            await stream.send(answer.closing(running), last=True)
         except TurnError as error:
             failure = error
             await stream.send(answer.failure(error))

@@ -34,6 +34,7 @@ class EventStream:
         self._write_timeout = write_timeout
         self._loop = asyncio.get_running_loop()
         self._last_write = 0.0
+        self.delivered = False
         self.response = web.StreamResponse(headers=_HEADERS)
 
     async def open(self, headers: Mapping[str, str]) -> None:
@@ -50,10 +51,22 @@ class EventStream:
         """Seconds since something was sent."""
         return self._loop.time() - self._last_write
 
-    async def send(self, data: bytes) -> None:
-        """Sends bytes, once the client has taken enough of what came before. Raises ClientGoneError."""
+    async def send(self, data: bytes, *, last: bool = False) -> None:
+        """Sends bytes, once the client has taken enough of what came before. Raises ClientGoneError.
+
+        `last`: the answer is complete with these, so that a client which has them may hang up at any moment: `delivered` is
+        true from here on, also where its hanging up cancels this very call.
+        """
         if not data:
             return
+        self.delivered = last
+        try:
+            await self._write(data)
+        except ClientGoneError:
+            self.delivered = False
+            raise
+
+    async def _write(self, data: bytes) -> None:
         try:
             async with asyncio.timeout(self._write_timeout):
                 await self.response.write(data)

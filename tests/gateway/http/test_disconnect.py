@@ -3,7 +3,7 @@ import socket
 
 import orjson
 import pytest
-from fake_dispatcher import Script
+from fake_dispatcher import FakeGeneration, Script
 from gateway_harness import run_gateway
 
 USER = [{"role": "user", "content": "hi"}]
@@ -99,3 +99,30 @@ async def test_every_prompt_of_a_request_is_ended(gateway):
     await asyncio.gather(task, return_exceptions=True)
     await gateway.observer.wait(1)
     assert all(generation.closed for generation in gateway.dispatcher.generations)
+
+
+async def test_a_client_that_hangs_up_after_the_last_event_was_served(gateway, monkeypatch):
+    closing, never = asyncio.Event(), asyncio.Event()
+    aclose = FakeGeneration.aclose
+
+    async def lingering(generation):
+        closing.set()
+        try:
+            await never.wait()  # the client's hanging up finds the handler still at it
+        finally:
+            await aclose(generation)
+
+    monkeypatch.setattr(FakeGeneration, "aclose", lingering)
+    gateway.dispatcher.script = Script("All said.")
+    reader, writer = await raw_post(gateway, {"messages": USER, "stream": True})
+    await reader.readuntil(b"data: [DONE]\n\n")
+    await asyncio.wait_for(closing.wait(), 5)
+    writer.close()
+    [record] = await gateway.observer.wait(1)
+    assert record.status == 200
+    assert record.error is None
+    assert record.response["choices"][0]["message"]["content"] == "All said."
+    assert record.finish_reason == "stop"
+    assert b'status="499"' not in gateway.telemetry.render_metrics()
+    never.set()
+    await until(lambda: gateway.dispatcher.open == 0)
