@@ -26,7 +26,7 @@ class GatewayError(Exception):
 
 def serve_command(*options: str) -> list[str]:
     """The command line of `turnkeep serve` on a free port."""
-    return [sys.executable, "-m", "cli.main", "serve", "--port", "0", *options]
+    return [sys.executable, "-P", "-m", "cli.main", "serve", "--port", "0", *options]
 
 
 class GatewayProcess:

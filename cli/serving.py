@@ -149,8 +149,8 @@ async def open_gateway(plan: ServePlan, *, forward: Callable[[str, str], None] =
 
 
 def replica_command(plan: ServePlan, name: str, directory: Path, socket: Path, threads: int) -> list[str]:
-    """The command line of one local replica."""
-    command = [sys.executable, "-m", "cli.main", "engine", "--model", str(directory), "--model-name", name]
+    """The command line of one local replica. -P: a folder called `cli` where the user happens to stand is not ours."""
+    command = [sys.executable, "-P", "-m", "cli.main", "engine", "--model", str(directory), "--model-name", name]
     command += ["--uds", str(socket)]
     if "--threads" not in plan.replicas.arguments:
         command += ["--threads", str(threads)]

@@ -38,7 +38,7 @@ class SampleTask:
 
 
 def _server(name: str, *args: str) -> ServerSpec:
-    return ServerSpec(name, sys.executable, ("-m", f"traces.mcp_servers.{name}", *args))
+    return ServerSpec(name, sys.executable, ("-P", "-m", f"traces.mcp_servers.{name}", *args))
 
 
 def _repo() -> ServerSpec:
