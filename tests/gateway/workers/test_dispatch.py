@@ -388,7 +388,7 @@ async def test_workers_that_do_not_belong_are_kept_apart(bench, caplog):
 
 
 async def test_pool_info_and_models(bench):
-    with pytest.raises(TurnError, match="none has been added") as caught:
+    with pytest.raises(TurnError, match="none is up, they are starting or restarting") as caught:
         bench.dispatcher.pool_info("m")
     assert (caught.value.status, caught.value.retry_after) == (503, 2.0)
     assert bench.dispatcher.models() == ()
