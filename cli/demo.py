@@ -27,7 +27,7 @@ from traces.replay import Goodput, Replay, ReplayConfig, choose_model, open_http
 from traces.report import Run, table
 from traces.sample_tasks import TASKS, SampleTask
 from traces.tool_host import ToolHost, ToolHostError
-from traces.unlimited_cache import Bound, unlimited_bound
+from traces.unlimited_cache import unlimited_bound
 from traces.verdict import verdict
 
 INTERRUPTED = 130
@@ -59,22 +59,26 @@ async def run_demo(config: DemoConfig, console: Console) -> list[Run]:
     async with _gateway(config, "prefix", console) as gateway, open_http(config.concurrency) as http:
         client = ChatClient(http, gateway.url)
         await _agent_job(config, client, console)
-        bound = await _bound(client, entries, console, turns)
     console.rule("Recorded sessions, replayed")
-    console.print(
+    _print(
+        console,
         f"{len(entries)} sessions with {turns} turns, {config.concurrency} sessions at a time, {config.replicas} replicas. "
         "Each policy gets a gateway of its own with empty caches.",
-        highlight=False,
     )
     runs = []
     for policy, name in POLICIES:
         async with _gateway(config, policy, console) as gateway, open_http(config.concurrency) as http:
-            runs.append(await _replay(config, ChatClient(http, gateway.url), entries, name, bound, console, turns))
+            runs.append(await _replay(config, ChatClient(http, gateway.url), entries, name, console, turns))
     return runs
 
 
+def _print(console: Console, text: str | Text) -> None:
+    """As it is: numbers uncoloured, and long lines left to the terminal, so that they can be copied and searched."""
+    console.print(text, highlight=False, soft_wrap=True)
+
+
 def _gateway(config: DemoConfig, policy: str, console: Console) -> GatewayProcess:
-    console.print(f"[dim]Starting a gateway with {config.replicas} replicas, policy {policy}[/dim]", highlight=False)
+    _print(console, f"[dim]Starting a gateway with {config.replicas} replicas, policy {policy}[/dim]")
     return GatewayProcess(config.serve(policy))
 
 
@@ -82,11 +86,11 @@ async def _agent_job(config: DemoConfig, client: ChatClient, console: Console) -
     """One agent, its MCP servers over stdio, its model behind the gateway."""
     task = config.task
     model = (await client.models())[0]
-    console.print(f"[bold]{task.kind.name}[/bold]: {task.task}", highlight=False)
+    _print(console, f"[bold]{task.kind.name}[/bold]: {task.task}")
     with tempfile.TemporaryDirectory() as scratch:
         async with ToolHost(task.kind.servers(Path(scratch))) as host:
             names = ", ".join(spec.name for spec in task.kind.servers(Path(scratch)))
-            console.print(f"[dim]MCP servers over stdio: {names}; {len(host.tools)} tools[/dim]", highlight=False)
+            _print(console, f"[dim]MCP servers over stdio: {names}; {len(host.tools)} tools[/dim]")
             agent = Agent(
                 client,
                 host,
@@ -103,9 +107,9 @@ async def _agent_job(config: DemoConfig, client: ChatClient, console: Console) -
                 _show_turn(turn, console)
                 scripted = scripted or bool(turn.scripted)
     if scripted:
-        console.print(
+        _print(
+            console,
             "[dim]* The small model cannot plan: a script chose the tool (** and its arguments). Tool results are real.[/dim]",
-            highlight=False,
         )
 
 
@@ -116,13 +120,15 @@ def _show_turn(turn: AgentTurn, console: Console) -> None:
     line = Text(f"turn {turn.turn + 1:>2}  {answer.worker or '?':<10} ", style="bold")
     prompt, cached = answer.prompt_tokens or 0, answer.cached_tokens or 0
     line.append(f"{prompt:>6,} prompt tokens, {cached:>6,} cached ({share:4.0%}), first token {first}", style="not bold")
-    console.print(line)
+    _print(console, line)
     mark = "*" * len(set(turn.scripted) & {"tool", "arguments"})
     for use in turn.uses:
-        console.print(Text(f"         → {use.name} {_shorten(use.arguments, 70)}{mark}", style="cyan"))
-        console.print(Text(f"         ← {_shorten(use.result.text, 90)}", style="red" if use.result.is_error else "dim"))
+        _print(console, Text(f"         → {use.name} {_shorten(use.arguments, 70)}{mark}", style="cyan"))
+        style = "red" if use.result.is_error else "dim"
+        _print(console, Text(f"         ← {_shorten(use.result.text, 90)}", style=style))
     if not turn.uses:
-        console.print(Text(f"         “{_shorten(str(turn.message.get('content') or ''), 160)}”", style="green"))
+        words = _shorten(str(turn.message.get("content") or ""), 160)
+        _print(console, Text(f"         “{words}”", style="green"))
 
 
 def _shorten(text: str, length: int) -> str:
@@ -130,26 +136,22 @@ def _shorten(text: str, length: int) -> str:
     return line if len(line) <= length else line[: length - 1] + "…"
 
 
-async def _bound(client: ChatClient, entries: Sequence[SessionEntry], console: Console, turns: int) -> Bound:
-    model = await choose_model(client, entries)
-    with ReplayProgress(console, "tokenising", turns) as progress:
-        return await unlimited_bound(client, entries, model=model, on_turn=progress.turn)
-
-
 async def _replay(
     config: DemoConfig,
     client: ChatClient,
     entries: Sequence[SessionEntry],
     name: str,
-    bound: Bound,
     console: Console,
     turns: int,
 ) -> Run:
-    settings = ReplayConfig(concurrency=config.concurrency, model=await choose_model(client, entries), goodput=config.goodput)
+    model = await choose_model(client, entries)
     progress = ReplayProgress(console, name, turns)
+    settings = ReplayConfig(concurrency=config.concurrency, model=model, goodput=config.goodput)
     replay = Replay(settings, [client], lambda: progress.turn(replay))
     with progress:
         await replay.run(entries)
+    with ReplayProgress(console, "tokenising", turns) as progress:
+        bound = await unlimited_bound(client, entries, replay.result.answers, model=model, on_turn=progress.turn)
     return Run(name, replay.result, bound)
 
 
@@ -209,10 +211,10 @@ def command(model: str | None, replicas: int, concurrency: int, quick: bool, cac
         console.print("Interrupted; everything that was started has ended.")
         sys.exit(INTERRUPTED)
     console.print(table(runs))
-    console.print(verdict(runs[0], runs[-1]), highlight=False)
-    console.print(f"[dim]{time.monotonic() - started:.0f} s on {len(os.sched_getaffinity(0))} cores[/dim]", highlight=False)
+    console.print(verdict(runs[0], runs[-1]))
+    _print(console, f"[dim]{time.monotonic() - started:.0f} s on {len(os.sched_getaffinity(0))} cores[/dim]")
     failures = [sentence for run in runs for sentence in run.result.errors]
     for sentence in failures:
-        console.print(sentence, style="red", markup=False, highlight=False)
+        _print(console, Text(sentence, style="red"))
     if failures:
         sys.exit(1)

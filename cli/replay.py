@@ -17,7 +17,7 @@ from traces.chat_client import ChatClient, ChatError, normalise_url
 from traces.format import TraceFormatError
 from traces.index import SessionEntry, expand_paths, index_files
 from traces.progress import ReplayProgress
-from traces.replay import Goodput, Replay, ReplayConfig, choose_model, open_http
+from traces.replay import Goodput, Replay, ReplayConfig, ReplayResult, choose_model, open_http
 from traces.report import Run, table, to_json
 from traces.unlimited_cache import Bound, TooManyBlocks, unlimited_bound
 
@@ -50,22 +50,26 @@ async def replay(
         model = config.model or await choose_model(clients[0], entries)
         for client in clients[1:]:
             await client.models()
-        bound = await _bound(clients[0], entries, model, console, turns) if with_bound else None
         progress = ReplayProgress(console, name, turns)
         run = Replay(dataclasses.replace(config, model=model), clients, lambda: progress.turn(run))
         try:
             with progress:
                 await run.run(entries)
-        finally:
+        except BaseException:
             run.result.duration = run.elapsed()
-            runs.append(Run(name, run.result, bound))
+            runs.append(Run(name, run.result))
+            raise
+        bound = await _bound(clients[0], entries, run.result, model, console, turns) if with_bound else None
+        runs.append(Run(name, run.result, bound))
 
 
-async def _bound(client: ChatClient, entries: Sequence[SessionEntry], model: str, console: Console, turns: int) -> Bound | None:
+async def _bound(
+    client: ChatClient, entries: Sequence[SessionEntry], result: ReplayResult, model: str, console: Console, turns: int
+) -> Bound | None:
     progress = ReplayProgress(console, "tokenising", turns)
     try:
         with progress:
-            return await unlimited_bound(client, entries, model=model, on_turn=progress.turn)
+            return await unlimited_bound(client, entries, result.answers, model=model, on_turn=progress.turn)
     except (ChatError, TooManyBlocks) as error:
         console.print(f"What one unlimited cache would give is not known: {error}", style="yellow", highlight=False)
         return None
@@ -128,7 +132,7 @@ def write_json(path: str, run: Run) -> None:
     help="Limits a good turn keeps: ttft:500, tpot:50, e2el:2000 (milliseconds).",
 )
 @click.option(
-    "--no-bound", is_flag=True, help="Do not work out what one unlimited cache would give (it tokenises every prompt first)."
+    "--no-bound", is_flag=True, help="Do not work out what one unlimited cache would give (it tokenises everything once more)."
 )
 @click.option(
     "--timeout", type=click.FloatRange(1, 86_400), default=600.0, show_default=True, help="Seconds a server may be silent."

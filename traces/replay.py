@@ -20,6 +20,7 @@ from traces.format import TraceFormatError
 from traces.history import RecordedTurn
 from traces.index import SessionEntry
 from traces.samples import Samples
+from traces.unlimited_cache import GivenAnswers
 
 MAX_ERRORS_KEPT = 20
 
@@ -101,6 +102,7 @@ class ReplayResult:
     tpot: Samples = field(default_factory=Samples)
     e2el: Samples = field(default_factory=Samples)
     workers: Counter[str] = field(default_factory=Counter)
+    answers: GivenAnswers = field(default_factory=GivenAnswers)
     errors: list[str] = field(default_factory=list)
 
     @property
@@ -141,8 +143,9 @@ class ReplayResult:
 def request_body(turn: RecordedTurn, model: str | None, *, forced: bool) -> dict[str, Any]:
     """The body of a recorded turn. Forced: exactly `output_tokens` tokens (at least one), tools shown but not called.
 
-    `min_tokens` and `ignore_eos` are extensions that vLLM, SGLang and Turnkeep share; a server without them answers freely,
-    up to the recorded length.
+    `min_tokens` is an extension that vLLM, SGLang and Turnkeep share: it keeps the end of the answer from being chosen
+    before. (`ignore_eos` would let it be chosen and go on, which a server that constrains the output cannot always do.)
+    A server without it answers freely, up to the recorded length.
     """
     line = turn.line
     body: dict[str, Any] = {"model": model or line.model, "messages": turn.messages}
@@ -152,7 +155,7 @@ def request_body(turn: RecordedTurn, model: str | None, *, forced: bool) -> dict
         return {**body, **{name: value for name, value in line.params.items() if name != "stream_options"}}
     length = max(1, line.output_tokens)
     body |= {name: value for name, value in line.params.items() if name not in UNFORCEABLE}
-    body |= {"max_tokens": length, "min_tokens": length, "ignore_eos": True}
+    body |= {"max_tokens": length, "min_tokens": length}
     if turn.tools:
         body["tool_choice"] = "none"
     return body
@@ -212,6 +215,7 @@ class Replay:
                 self.result.fail(entry.session, turn.line.turn, error)
             else:
                 self.result.take(answer)
+                self.result.answers.add(entry.session, turn.line.turn, answer.message)
             ended = time.perf_counter()
             self._on_turn()
 

@@ -18,10 +18,9 @@ def _cached(base: Run, other: Run) -> str:
     of_bound = f" ({share:.1%} of what one unlimited cache would give)" if share is not None else ""
     sentence = f"With {other.name} routing {after:.1%} of the prompt tokens were cached{of_bound}, "
     sentence += f"with {base.name} {before:.1%}"
-    computed = other.result.prompt_tokens - other.result.cached_tokens
-    computed_base = base.result.prompt_tokens - base.result.cached_tokens
-    if computed > 0 and computed_base > 0 and not (base.result.failed or other.result.failed):
-        sentence += f": {_factor(computed_base / computed, 'fewer', 'more')} tokens had to be computed"
+    if not (base.result.failed or other.result.failed):
+        computed = [run.result.prompt_tokens - run.result.cached_tokens for run in (other, base)]
+        sentence += f": {computed[0]:,} tokens had to be computed instead of {computed[1]:,}"
     return sentence + "."
 
 
@@ -30,21 +29,14 @@ def _times(base: Run, other: Run) -> str:
     for name, q in (("median", 50.0), ("90th percentile", 90.0)):
         before, after = base.result.ttft.percentile(q), other.result.ttft.percentile(q)
         if before > 0 and after > 0:
-            parts.append(f"its {name} first token came {_factor(before / after, 'sooner', 'later')}")
+            parts.append(f"its {name} first token came after {_seconds(after)} instead of {_seconds(before)}")
     if base.result.duration > 0 and other.result.duration > 0:
-        change = other.result.duration / base.result.duration - 1
-        if abs(change) < 0.005:
-            parts.append("the whole replay took as long")
-        else:
-            parts.append(f"the whole replay took {abs(change):.0%} {'less' if change < 0 else 'more'} time")
+        parts.append(f"the whole replay took {other.result.duration:.0f} s instead of {base.result.duration:.0f} s")
     if not parts:
         return ""
     text = ", and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else parts[0]
     return text[0].upper() + text[1:] + "."
 
 
-def _factor(ratio: float, better: str, worse: str) -> str:
-    """`2.0 times sooner`; near one: `as ...`."""
-    if ratio >= 1:
-        return f"{ratio:.1f} times {better}"
-    return f"{1 / ratio:.1f} times {worse}"
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"

@@ -25,6 +25,7 @@ class FakeServer:
     between: float = 0.0
     reports_cached: bool = True
     can_tokenize: bool = True
+    keeps_answers: bool = False
     answer: object = None
     break_stream: str | None = None
     models: tuple = ("fake",)
@@ -70,6 +71,9 @@ class FakeServer:
             pieces, calls = self.answer(body)
         tokens = tokens_of(body)
         cached = self.cache.add(tokens)
+        if self.keeps_answers:
+            answer = {"role": "assistant", "content": "".join(pieces)}
+            self.cache.add(tokens_of({**body, "messages": [*body["messages"], answer]}))
         headers = {"Content-Type": "text/event-stream", "X-Turnkeep-Replica": "fake-0"}
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)

@@ -18,7 +18,7 @@ from traces.chat_client import Answer, ChatClient, ChatError, normalise_url
 from traces.replay import Goodput, Replay, ReplayConfig, ReplayResult, choose_model, open_http
 from traces.report import Run, table, to_json
 from traces.samples import Samples
-from traces.unlimited_cache import Bound, TooManyBlocks, UnlimitedCache, unlimited_bound
+from traces.unlimited_cache import Bound, GivenAnswers, TooManyBlocks, UnlimitedCache, unlimited_bound
 
 
 async def run(url, entries, **config):
@@ -46,7 +46,6 @@ async def test_order_history_and_forced_lengths(tmp_path, serve):
         "temperature": 0.5,
         "max_tokens": 6,
         "min_tokens": 6,
-        "ignore_eos": True,
         "tool_choice": "none",
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -61,7 +60,7 @@ async def test_free_sends_what_was_recorded(tmp_path, serve):
     await run(await serve(fake), write_trace(tmp_path / "t.jsonl", 1, 1), forced=False)
     body = fake.bodies[0]
     assert (body["model"], body["tool_choice"], body["stop"], body["max_tokens"]) == ("recorded", "required", ["x"], 99)
-    assert "ignore_eos" not in body
+    assert "min_tokens" not in body
 
 
 async def test_latencies_are_measured(tmp_path, serve):
@@ -92,18 +91,41 @@ async def test_gaps_are_kept_scaled_or_left_out(tmp_path, serve):
     assert took[0.0] < 0.4
 
 
+async def bound_of(url, entries, answers=None):
+    async with open_http(1) as http:
+        return await unlimited_bound(ChatClient(http, url), entries, answers, model="fake")
+
+
 async def test_cached_share_reaches_the_bound_on_an_unlimited_cache(tmp_path, serve):
     entries = write_trace(tmp_path / "t.jsonl", sessions=6, turns=5)
-    fake = FakeServer()
-    url = await serve(fake)
-    async with open_http(1) as http:
-        bound = await unlimited_bound(ChatClient(http, url), entries, model="fake")
+    url = await serve(FakeServer())
     result = await run(url, entries, concurrency=1)
+    bound = await bound_of(url, entries)
     assert bound.turns == 30
     assert result.prompt_tokens == bound.prompt_tokens
     assert result.cached_tokens == bound.cached_tokens
     assert 0.5 < result.cached_share < 1
     assert Run("x", result, bound).share_of_unlimited == 1.0
+
+
+async def test_answers_that_repeat_the_record_belong_to_the_bound(tmp_path, serve):
+    """The recorded text is long, and the server generates just that: a cache that keeps answers beats prompts alone."""
+    entries = write_trace(tmp_path / "t.jsonl", sessions=3, turns=4, answer="as recorded " * 20)
+    fake = FakeServer(answer=lambda body: (["as recorded "] * 20, []), keeps_answers=True)
+    url = await serve(fake)
+    result = await run(url, entries, concurrency=1)
+    prompts_alone = await bound_of(url, entries)
+    bound = await bound_of(url, entries, result.answers)
+    assert result.cached_tokens == bound.cached_tokens > prompts_alone.cached_tokens
+
+
+def test_answers_are_kept_in_bounded_memory():
+    answers = GivenAnswers(max_bytes=100)
+    answers.add("s", 0, {"role": "assistant", "content": "a"})
+    answers.add("s", 1, {"role": "assistant", "content": "b" * 100})
+    assert answers.get("s", 0) == {"role": "assistant", "content": "a"}
+    assert answers.get("s", 1) is None
+    assert not answers.complete
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=20), max_size=12), st.integers(1, 4))

@@ -8,7 +8,7 @@ from traces.index import index_files
 TOOLS = ({"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}},)
 
 
-def write_trace(path, sessions=3, turns=4, *, gap=0.0, output_tokens=6, system="You look things up. " * 20):
+def write_trace(path, sessions=3, turns=4, *, gap=0.0, output_tokens=6, system="You look things up. " * 20, answer="recorded"):
     with open(path, "wb") as handle:
         for turn in range(turns):
             for session in range(sessions):
@@ -24,7 +24,7 @@ def write_trace(path, sessions=3, turns=4, *, gap=0.0, output_tokens=6, system="
                     tools=TOOLS if turn == 0 else None,
                     model="recorded",
                     params={"temperature": 0.5, "tool_choice": "required", "stop": ["x"], "max_tokens": 99},
-                    assistant={"role": "assistant", "content": f"recorded {turn}"},
+                    assistant={"role": "assistant", "content": answer if answer != "recorded" else f"recorded {turn}"},
                     output_tokens=output_tokens,
                 )
                 handle.write(encode_line(line))
