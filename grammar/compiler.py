@@ -141,6 +141,8 @@ class GrammarCompiler:
         self._compiler = xgrammar.GrammarCompiler(
             info, max_threads=limits.compile_threads, cache_enabled=True, cache_limit_bytes=limits.cache_bytes
         )
+        # What is large gains nothing from shared parts, and takes several times as long with them.
+        self._uncached = xgrammar.GrammarCompiler(info, max_threads=limits.compile_threads, cache_enabled=False)
         self._prober = Prober(tokenizer_json_path, vocab_size, tuple(info.stop_token_ids), limits)
         self._lock = threading.Lock()
         self._known: OrderedDict[bytes, CompiledGrammar | GrammarRefused] = OrderedDict()
@@ -181,11 +183,13 @@ class GrammarCompiler:
     def _attempt(self, source: str) -> CompiledGrammar | GrammarRefused:
         try:
             parsed = parse_source(source, self._limits)
-            if parsed.milliseconds > self._limits.cheap_milliseconds:
+            compiler = self._compiler
+            if not parsed.is_cheap(self._limits):
                 problem = self._prober.problem_with(source)
                 if problem is not None:
                     return GrammarRefused(f"The grammar {problem}.")
-            compiled = self._compiler.compile_structural_tag(lower(parsed, _to_ebnf))
+                compiler = self._uncached
+            compiled = compiler.compile_structural_tag(lower(parsed, _to_ebnf))
         except ProbeLost as lost:
             raise GrammarRefused(f"The grammar {lost}.") from lost  # raised, so that it is not remembered
         except GrammarRefused as refused:

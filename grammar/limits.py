@@ -36,8 +36,9 @@ class GrammarLimits:
     """Estimated compile time (grammar.schemas.cost) above which a schema is refused without trying."""
 
     max_source_bytes: int = 8 << 20
-    cheap_milliseconds: float = 3_000.0
-    """Estimated compile time up to which a source is compiled in process, without a probe."""
+    cheap_milliseconds: float = 5_000.0
+    cheap_schema_milliseconds: float = 1_000.0
+    """Estimated compile time, of a source and of one schema in it, up to which it is compiled in process without a probe."""
     probe_deadline_seconds: float = 5.0
     probe_memory_bytes: int = 4 << 30
     max_probes: int = 2

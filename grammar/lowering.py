@@ -32,11 +32,17 @@ _ESCAPE_RULE = 'basic_escape ::= (([\\"\\\\bfnrt]) | ("u" "0" "0" (("0" [0-7be])
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """A checked structural tag. `milliseconds`: estimated compile time; infinite where nothing is known."""
+    """A checked structural tag. `milliseconds`: estimated compile time of all, `heaviest` of its heaviest schema; infinite
+    where nothing is known."""
 
     tag: dict[str, Any]
     schemas: tuple[tuple[dict[str, Any], str | None], ...]
     milliseconds: float
+    heaviest: float
+
+    def is_cheap(self, limits: GrammarLimits) -> bool:
+        """Whether it may be compiled where nothing can stop it."""
+        return self.milliseconds <= limits.cheap_milliseconds and self.heaviest <= limits.cheap_schema_milliseconds
 
 
 def parse_source(source: str, limits: GrammarLimits) -> Parsed:
@@ -51,7 +57,7 @@ def parse_source(source: str, limits: GrammarLimits) -> Parsed:
         raise GrammarRefused('The grammar must be a structural tag: {"type": "structural_tag", "format": {...}}.')
     reader = _Reader(limits)
     tag["format"] = reader.read(tag["format"], ("format",))
-    return Parsed(tag, tuple(reader.schemas), reader.milliseconds + reader.counting_milliseconds)
+    return Parsed(tag, tuple(reader.schemas), reader.milliseconds + reader.counting_milliseconds, reader.heaviest)
 
 
 class _Reader:
@@ -59,6 +65,7 @@ class _Reader:
         self._limits = limits
         self.schemas: list[tuple[dict[str, Any], str | None]] = []
         self.milliseconds = 0.0
+        self.heaviest = 0.0
         self.counting_milliseconds = 0.0
 
     def read(self, node: Any, path: tuple[str | int, ...]) -> Any:
@@ -85,7 +92,9 @@ class _Reader:
         prepared = prepare(schema, Context(self._limits, tool), as_object=False)
         if prepared is False:
             raise GrammarRefused("The grammar has a schema that allows no value.", tool=tool, pointer="")
-        self.milliseconds += estimated_milliseconds(prepared)
+        cost = estimated_milliseconds(prepared)
+        self.milliseconds += cost
+        self.heaviest = max(self.heaviest, cost)
         self.counting_milliseconds = max(self.counting_milliseconds, counting_milliseconds(prepared))
         node = {**node, "json_schema": prepared}
         if set(node) <= {"type", "json_schema", "style"}:

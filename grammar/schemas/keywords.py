@@ -242,7 +242,7 @@ def object_(schema: dict[str, Any], visit: Visit, context: Context, path: Path) 
         context.refuse("asks for more properties than it allows", (*path, "minProperties"))
     # XGrammar does not hold propertyNames next to described properties, and many of those take long to tell apart from others.
     costly = "propertyNames" in schema or distinct_prefixes(properties) > context.limits.max_open_prefixes
-    if rest and properties and costly and not patterns and least <= len(properties):
+    if rest not in (None, False) and properties and costly and not patterns and least <= len(properties):
         rest = False
     if described and (properties or not patterns):
         out["properties"] = properties
