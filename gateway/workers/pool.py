@@ -112,7 +112,8 @@ class WorkerPool:
         return TurnError(
             503,
             "no_worker",
-            f"No worker for model '{model}' can take a request now: {states or 'none is up, they are starting or restarting'}. Try again shortly.",
+            f"No worker for model '{model}' can take a request now: "
+            f"{states or 'none is up, they are starting or restarting'}. Try again shortly.",
             retry_after=self._retry_after,
         )
 
