@@ -20,6 +20,7 @@ from pathlib import Path
 SOURCES = ("vectors.h", "attention.h", "attention_amx.h", "attention_plan.h", "decoder.h", "library.cpp", "team.h", "tiles.h")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno")
 BUILD_TIMEOUT = 300.0
+_DIGEST_BYTES = 32
 
 
 class KernelBuildError(Exception):
@@ -145,7 +146,10 @@ def _processor() -> str:
 
 def _key(compiler: str, head_dim: int) -> str:
     digest = hashlib.sha256()
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False, timeout=30).stdout
+    try:
+        version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False, timeout=30).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise KernelBuildError(f"the C++ compiler {compiler} cannot be run: {error}") from error
     for part in (version, _processor(), " ".join(FLAGS), str(head_dim)):
         digest.update(part.encode() + b"\x00")
     for name in SOURCES:
@@ -156,15 +160,35 @@ def _key(compiler: str, head_dim: int) -> str:
 def load_library(head_dim: int, cache_dir: Path) -> Library:
     """The kernels for `head_dim` (a multiple of 16 up to 256), built into `cache_dir` when they are not there yet.
 
-    Two processes may build at once: each builds under a name of its own and renames. Raises KernelBuildError.
+    Two processes may build at once: each builds under a name of its own and renames. A file that is not as it was built (the
+    disk was full, the power failed, somebody copied half of it) is built again. Raises KernelBuildError.
     """
     if head_dim % 16 or not 16 <= head_dim <= 256:
         raise KernelBuildError(f"head_dim {head_dim} is no multiple of 16 between 16 and 256")
     compiler = _compiler()
     target = cache_dir / f"kernels-{_key(compiler, head_dim)}.so"
-    if not target.exists():
+    if not _is_whole(target):
         _build(compiler, head_dim, target)
     return Library(target)
+
+
+def _is_whole(target: Path) -> bool:
+    """Whether `target` is there and ends with the digest of what precedes it. Loading a cut file would be a bus error."""
+    try:
+        content = target.read_bytes()
+    except OSError:
+        return False
+    return len(content) > _DIGEST_BYTES and hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
+
+
+def _seal(path: Path) -> None:
+    """Appends the digest, which a loader ignores, and sees to it that all of it is on the disk."""
+    with path.open("r+b") as file:
+        digest = hashlib.file_digest(file, "sha256").digest()
+        file.seek(0, os.SEEK_END)
+        file.write(digest)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _build(compiler: str, head_dim: int, target: Path) -> None:
@@ -182,6 +206,7 @@ def _build(compiler: str, head_dim: int, target: Path) -> None:
         if done.returncode != 0:
             last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
             raise KernelBuildError(f"{compiler} could not build the kernels: {last[0]}")
+        _seal(part)
         part.replace(target)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KernelBuildError(f"{compiler} could not build the kernels: {error}") from error

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.kernels.cpu.kernel import CpuAttention
-from engine.kernels.cpu.library import KernelBuildError, load_library
+from engine.kernels.cpu.library import KernelBuildError, _is_whole, _seal, load_library
 from engine.kernels.interface import AttentionSpec, StepBatch
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler on this machine")
@@ -147,5 +147,29 @@ def test_a_build_is_made_once_and_an_impossible_one_is_a_sentence(tmp_path, monk
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / built.name).write_bytes(b"not a library")
+    _seal(elsewhere / built.name)
     with pytest.raises(KernelBuildError, match="cannot be loaded"):
         load_library(16, elsewhere)
+
+
+def test_a_cut_file_in_the_cache_is_built_again(tmp_path):
+    """Loading it as it is would end the process with a bus error, at every start."""
+    load_library(16, tmp_path)
+    (built,) = tmp_path.iterdir()
+    whole = built.read_bytes()
+    built.unlink()  # it is mapped into this process; what is written now is another file
+    for kept in (0, 20, len(whole) - 40, len(whole) - 1, 20_000):
+        built.write_bytes(whole[:kept])
+        assert not _is_whole(built)
+    assert load_library(16, tmp_path).packed_size(1, 16) > 0
+    assert [(path, _is_whole(path)) for path in tmp_path.iterdir()] == [(built, True)]
+
+
+@pytest.mark.parametrize("content", [b"\x7fELFgarbage", b"#!/nonexistent\n"])
+def test_a_compiler_that_cannot_be_run_is_a_sentence(tmp_path, monkeypatch, content):
+    compiler = tmp_path / "g++"
+    compiler.write_bytes(content)
+    compiler.chmod(0o755)
+    monkeypatch.setattr("engine.kernels.cpu.library._compiler", lambda: str(compiler))
+    with pytest.raises(KernelBuildError, match=r"g\+\+ cannot be run"):
+        load_library(16, tmp_path / "cache")
