@@ -46,6 +46,7 @@ class GatewayProcess:
         self._on_line = on_line
         self._lines: deque[str] = deque(maxlen=LINES_KEPT)
         self._process: asyncio.subprocess.Process | None = None
+        self._transport: asyncio.ReadTransport | None = None
         self._reader: asyncio.Task[None] | None = None
         self._url: asyncio.Future[str] | None = None
 
@@ -59,20 +60,9 @@ class GatewayProcess:
     async def __aenter__(self) -> Self:
         """Raises GatewayError when it does not become ready."""
         self._url = asyncio.get_running_loop().create_future()
-        # Standard input is closed and the session is its own, so that a Ctrl-C in the terminal reaches us alone and the
-        # gateway is ended in order; launch.py has the kernel end it when we are killed.
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), "-", *self._command),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            limit=MAX_LINE,
-            # Its console must not wrap the line that says where it listens.
-            env={**os.environ, "COLUMNS": "1000"},
-            start_new_session=True,
-        )
-        self._reader = asyncio.create_task(self._read())
-        ended = asyncio.create_task(self._process.wait())
+        process, lines = await self._launch()
+        self._reader = asyncio.create_task(self._read(lines))
+        ended = asyncio.create_task(process.wait())
         waiting: set[asyncio.Future[Any]] = {self._url, ended}
         try:
             await asyncio.wait(waiting, timeout=self._start_timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -84,6 +74,36 @@ class GatewayProcess:
         finally:
             ended.cancel()
         return self
+
+    async def _launch(self) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
+        """Starts the process and returns it and what it prints, on a pipe of our own.
+
+        asyncio's own pipes would have `wait` wait for whoever else holds their other end, which a replica may.
+        """
+        loop = asyncio.get_running_loop()
+        read_end, write_end = os.pipe()
+        try:
+            lines = asyncio.StreamReader(limit=MAX_LINE)
+            pipe = os.fdopen(read_end, "rb")
+            self._transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), pipe)
+            # Standard input is closed and the session is its own, so that a Ctrl-C in the terminal reaches us alone and the
+            # gateway is ended in order; launch.py has the kernel end it when we are killed.
+            process = self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), "-", *self._command),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=write_end,
+                stderr=write_end,
+                # Its console must not wrap the line that says where it listens.
+                env={**os.environ, "COLUMNS": "1000"},
+                start_new_session=True,
+            )
+        except BaseException:
+            if self._transport is not None:
+                self._transport.close()
+            raise
+        finally:
+            os.close(write_end)
+        return process, lines
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -100,12 +120,10 @@ class GatewayProcess:
     def _with_lines(self, sentence: str) -> str:
         return "\n".join([sentence, *(f"  {line}" for line in self._lines)])
 
-    async def _read(self) -> None:
-        if self._process is None or self._process.stdout is None or self._url is None:
-            return
+    async def _read(self, lines: asyncio.StreamReader) -> None:
         while True:
             try:
-                data = await self._process.stdout.readline()
+                data = await lines.readline()
             except ValueError:
                 continue  # a line longer than MAX_LINE; asyncio has dropped it
             if not data:
@@ -113,7 +131,7 @@ class GatewayProcess:
             line = data.decode("utf-8", "replace").rstrip()
             self._lines.append(line)
             self._on_line(line)
-            if not self._url.done() and (ready := READY.search(line)):
+            if self._url is not None and not self._url.done() and (ready := READY.search(line)):
                 self._url.set_result(ready["url"])
 
     async def _stop(self) -> None:
@@ -137,3 +155,5 @@ class GatewayProcess:
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
+        if self._transport is not None:
+            self._transport.close()

@@ -26,7 +26,7 @@ MAX_ANSWER_BYTES = 128 * 1024 * 1024
 
 
 class TooManyBlocks(Exception):  # noqa: N818 - the bound is not known, which is no fault
-    """The trace has more distinct blocks than may be remembered."""
+    """The trace has more distinct blocks, or its run more text in answers, than may be remembered."""
 
 
 class UnlimitedCache:
@@ -55,17 +55,17 @@ class UnlimitedCache:
 class GivenAnswers:
     """The messages a replay got, by session and turn, in bounded memory: what does not fit is forgotten, and that is known."""
 
-    __slots__ = ("_answers", "_bytes", "_max_bytes", "complete")
+    __slots__ = ("_answers", "_bytes", "complete", "max_bytes")
 
     def __init__(self, max_bytes: int = MAX_ANSWER_BYTES) -> None:
         self.complete = True
         self._answers: dict[tuple[str, int], bytes] = {}
         self._bytes = 0
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
 
     def add(self, session: str, turn: int, message: Mapping[str, Any]) -> None:
         encoded = msgspec.json.encode(message)
-        if self._bytes + len(encoded) > self._max_bytes:
+        if self._bytes + len(encoded) > self.max_bytes:
             self.complete = False
             return
         self._bytes += len(encoded)
@@ -103,6 +103,8 @@ async def unlimited_bound(
 
     Raises ChatError, TooManyBlocks and TraceFormatError.
     """
+    if answers is not None and not answers.complete:
+        raise TooManyBlocks(f"the answers of the run take more than {answers.max_bytes} bytes")
     cache = UnlimitedCache(block_size)
     turns = prompt_tokens = cached_tokens = 0
     for entry in entries:
