@@ -54,6 +54,15 @@ def tenant_of(api_key: str | None) -> str:
     return hashlib.sha256(b"turnkeep-tenant\x00" + api_key.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
+def scoped_salt(tenant: str, salt: str | None) -> str | None:
+    """A caller's cache salt as the KV cache sees it: two tenants who choose the same one share nothing by it."""
+    if not salt:
+        return None
+    if not tenant:
+        return salt
+    return hashlib.sha256(f"turnkeep-salt\x00{tenant}\x00{salt}".encode("utf-8", "surrogatepass")).hexdigest()
+
+
 def bounded_key(value: str) -> str:
     """`value` itself, or its digest where it is long or holds what cannot be printed (control characters, lone surrogates)."""
     if len(value) <= MAX_KEY_LENGTH and value.isprintable():

@@ -15,6 +15,7 @@ from gateway.apis.openai.tools import parse_response_format, parse_tool_choice, 
 from gateway.models import ServedModel
 from gateway.rendering import RESERVED_VARIABLES
 from gateway.turn import SessionRef, Turn
+from sessions.identity import scoped_salt
 
 _AtLeastOne = Annotated[int, msgspec.Meta(ge=1, le=INT32_MAX)]
 
@@ -91,7 +92,7 @@ def parse_chat(
         sampling=sampling,
         stream=bool(fields.stream),
         priority=fields.priority or 0,
-        cache_salt=fields.cache_salt or None,
+        cache_salt=scoped_salt(session.tenant, fields.cache_salt),
         template_kwargs=_template_kwargs(fields),
         warnings=tuple(warnings),
     )

@@ -12,6 +12,7 @@ from gateway.apis.openai.sampling import INT32_MAX, SamplingFields, bad_field, s
 from gateway.apis.openai.tools import parse_response_format
 from gateway.models import ServedModel
 from gateway.turn import SessionRef, Turn
+from sessions.identity import scoped_salt
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for this API."""
@@ -86,7 +87,7 @@ def parse_completion(
         sampling=sampling,
         stream=bool(fields.stream),
         priority=fields.priority or 0,
-        cache_salt=fields.cache_salt or None,
+        cache_salt=scoped_salt(session.tenant, fields.cache_salt),
         warnings=tuple(warnings),
     )
     return turn, CompletionOptions(

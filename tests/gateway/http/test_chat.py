@@ -1,6 +1,7 @@
 import orjson
 import pytest
 from fake_dispatcher import Script
+from gateway_harness import run_gateway
 
 from gateway.turn import TurnError
 
@@ -166,6 +167,20 @@ async def test_the_cache_salt_separates_block_hashes(gateway):
     plain, salted = (request["prompt"].digests for request in gateway.dispatcher.requests)
     assert len(plain) == len(salted) > 0
     assert set(plain).isdisjoint(salted)
+
+
+async def test_two_tenants_with_one_cache_salt_share_nothing(tiny_model):
+    messages = [{"role": "user", "content": "x" * 40}]
+    async with run_gateway(tiny_model, api_keys=("one", "two")) as gateway:
+        for path, prompt in (("/v1/chat/completions", {"messages": messages}), ("/v1/completions", {"prompt": "x" * 40})):
+            gateway.dispatcher.requests.clear()
+            for key in ("one", "two", "one"):
+                body = {"model": "tiny", "cache_salt": "same", **prompt}
+                await gateway.json(path, body, headers={"Authorization": f"Bearer {key}"})
+            first, other, again = (request["prompt"] for request in gateway.dispatcher.requests)
+            assert first.digests == again.digests != ()
+            assert set(first.digests).isdisjoint(other.digests)
+            assert first.cache_salt == again.cache_salt != other.cache_salt
 
 
 async def test_a_tool_call(gateway):
