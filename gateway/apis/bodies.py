@@ -22,6 +22,11 @@ _ESCAPES = re.compile(
     rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<half>\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
 )
 
+MAX_CONTAINERS = 500_000
+"""Arrays and objects in one body. Parsed they take fifty times their text, and parsing holds up every stream."""
+
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
+
 
 async def read_body(request: web.Request, *, max_bytes: int, timeout: float) -> bytes:
     """The whole body. Raises TurnError 413 above `max_bytes`, 408 when it does not arrive within `timeout` seconds, 400 when
@@ -61,6 +66,7 @@ def parse_object(raw: bytes) -> tuple[dict[str, Any], list[str]]:
     Half surrogate pairs, which JavaScript clients send where they cut a text inside an emoji, are replaced, not refused.
     """
     warnings: list[str] = []
+    _check_containers(raw)
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -75,6 +81,28 @@ def parse_object(raw: bytes) -> tuple[dict[str, Any], list[str]]:
     if not isinstance(value, dict):
         raise TurnError(400, "malformed_body", f"The body must be a JSON object, not {_kind(value)}.")
     return value, warnings
+
+
+def _check_containers(raw: bytes) -> None:
+    """Raises TurnError 400 for more than MAX_CONTAINERS. Looks into the text only where there are that many brackets, and
+    no further than needed, as this is done while every stream waits."""
+    if raw.count(b"[") + raw.count(b"{") <= MAX_CONTAINERS:
+        return
+    found = at = 0
+    for strings, text in enumerate(_STRING.finditer(raw)):
+        found += raw.count(b"[", at, text.start()) + raw.count(b"{", at, text.start())
+        at = text.end()
+        if found > MAX_CONTAINERS or strings > 2 * MAX_CONTAINERS:
+            break
+    else:
+        found += raw.count(b"[", at) + raw.count(b"{", at)
+        if found <= MAX_CONTAINERS:
+            return
+    raise TurnError(
+        400,
+        "malformed_body",
+        f"The body holds more values than are taken: at most {MAX_CONTAINERS} arrays and objects. Send less.",
+    )
 
 
 def _not_json(raw: bytes, error: orjson.JSONDecodeError) -> TurnError:

@@ -1,10 +1,12 @@
 import asyncio
 import gzip
+import time
 
 import orjson
 import pytest
 from gateway_harness import run_gateway
 
+from gateway.apis.bodies import parse_object
 from gateway.turn import TurnError
 
 USER = [{"role": "user", "content": "hi"}]
@@ -213,6 +215,33 @@ async def test_a_body_over_the_limit(tiny_model):
         async with gateway.post("/v1/chat/completions", gzip.compress(large), headers={"Content-Encoding": "gzip"}) as response:
             assert response.status == 413
         await gateway.chat()
+
+
+@pytest.mark.parametrize(
+    "many",
+    [b"[],", b'{"a":1},', b'"[","[",'],
+    ids=["lists", "objects", "strings with brackets"],
+)
+async def test_a_body_of_too_many_values_is_refused_before_it_holds_up_the_others(gateway, many):
+    raw = b'{"messages": [], "metadata": [' + many * 800_000 + b"1]}"
+    began = time.monotonic()
+    error = await refused(gateway, raw)
+    assert "more values than are taken: at most 500000 arrays and objects" in error["message"]
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(
+    "text", ["if (x) { y[0] = {}; }" * 200_000, '\\"[' * 600_000, "[" * 600_000], ids=["code", "quotes", "open"]
+)
+def test_brackets_inside_a_text_are_no_values(text):
+    body, warnings = parse_object(orjson.dumps({"a": text, "b": [1]}))
+    assert (body["a"], body["b"], warnings) == (text, [1], [])
+
+
+@pytest.mark.parametrize("raw", [b'{"a": "' + b"[" * 600_000, b'"' + b"\\" * 600_001 + b"[" * 600_000])
+def test_a_text_of_brackets_without_end_is_bad_json(raw):
+    with pytest.raises(TurnError, match="not valid JSON"):
+        parse_object(raw)
 
 
 async def test_a_packed_body_is_unpacked(gateway):
