@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -68,8 +69,11 @@ def _statistic(file: Path, name: str) -> int:
 def peak_growth(work: Callable[[], None]) -> int:
     """Runs `work`; bytes by which this process' resident memory exceeded what it was before, at most.
 
+    Garbage is collected first: what happened to be freed meanwhile would hide what `work` takes.
+
     Linux keeps the exact peak and lets a process reset it (proc(5), clear_refs); elsewhere it is sampled every millisecond.
     """
+    gc.collect()
     process = psutil.Process()
     before = int(process.memory_info().rss)
     try:

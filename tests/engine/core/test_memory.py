@@ -1,5 +1,6 @@
 """Memory that is left, peaks, and the KV budget made of them."""
 
+import gc
 import logging
 import mmap
 import re
@@ -79,6 +80,21 @@ def allocate_and_drop():
 
 def test_peak_of_memory_that_is_given_back():
     assert 38 * MIB <= peak_growth(allocate_and_drop) <= 60 * MIB
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_garbage_that_is_collected_meanwhile_hides_nothing(tmp_path, monkeypatch, sampled):
+    if sampled:
+        monkeypatch.setattr(memory, "PROC_SELF", tmp_path / "nowhere")
+    cycle = [torch.ones(200 * MIB // 4)]
+    cycle.append(cycle)
+    del cycle
+
+    def work():
+        gc.collect()
+        touch(100 * MIB, held=0.3)
+
+    assert peak_growth(work) >= 90 * MIB
 
 
 def test_sampled_peak_where_the_kernel_does_not_tell(tmp_path, monkeypatch):
