@@ -105,6 +105,8 @@ class ReplicaApp:
         stream = await engine.submit(wanted, arrived, trace_headers)
         response = web.StreamResponse(headers={"Content-Type": NDJSON})
         try:
+            if not await _begin(request, response):
+                return response
             async with _streaming(request, response, self._config.write_timeout):
                 while chunks := await stream.read():
                     await self._write(request, response, chunks)
@@ -125,6 +127,8 @@ class ReplicaApp:
         self._wakes.add(wake)
         response = web.StreamResponse(headers={"Content-Type": NDJSON})
         try:
+            if not await _begin(request, response):
+                return response
             async with _streaming(request, response, self._config.write_timeout):
                 await self._send_events(request, response, engine, subscription, wake)
             return response
@@ -180,11 +184,21 @@ async def _time_to_take(request: web.Request, seconds: float) -> AsyncIterator[N
         raise ConnectionResetError("the client reads nothing") from error
 
 
-@contextlib.asynccontextmanager
-async def _streaming(request: web.Request, response: web.StreamResponse, write_timeout: float) -> AsyncIterator[None]:
-    """Begins and ends a streamed response. What goes wrong in between cannot be answered any more: the connection is cut."""
+async def _begin(request: web.Request, response: web.StreamResponse) -> bool:
+    """Sends status and headers. False when the client is gone already, and nobody is left to answer."""
     try:
         await response.prepare(request)
+    except ConnectionError as error:
+        logger.debug("%s: the client left before the answer began: %s", request.path, error)
+        return False
+    return True
+
+
+@contextlib.asynccontextmanager
+async def _streaming(request: web.Request, response: web.StreamResponse, write_timeout: float) -> AsyncIterator[None]:
+    """The rest of a streamed response that has begun. What goes wrong in it cannot be answered any more: the connection is
+    cut."""
+    try:
         yield
         async with _time_to_take(request, write_timeout):
             await response.write_eof()
