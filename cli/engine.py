@@ -73,7 +73,10 @@ def _sim_option(*names: str, **settings: Any) -> Callable[[Callable[..., Any]], 
 
 @click.command("engine")
 @click.option(
-    "--model", default=None, metavar="NAME|DIR", help=f"An installed model or a directory. [default: {DEFAULT_MODEL}]"
+    "--model",
+    default=None,
+    metavar="NAME|DIR",
+    help=f"An embedded model, a directory, or a hub id; fetched when it is not there yet. [default: {DEFAULT_MODEL}]",
 )
 @click.option("--model-name", default=None, help="What the model is called to the outside. [default: its own name]")
 @click.option(
@@ -218,8 +221,14 @@ def _check_device(device: str) -> None:
 
 def _real(options: dict[str, Any]) -> Load:
     def load() -> EngineCore[Any]:
+        from rich.console import Console
+
+        from cli.model import fetch
+
         name = options["model"] or DEFAULT_MODEL
-        model = resolve(name, options["cache_dir"].absolute())  # first: a model that is not there is known at once
+        model = fetch(
+            name, options["cache_dir"].absolute(), Console(stderr=True)
+        )  # first: a model that is not there is known at once
 
         # Imports torch, on the loading thread: the server answers meanwhile.
         from engine.config import EngineConfig

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from engine.checkpoints import DEFAULT_MODEL, CheckpointError, default_cache_dir, list_models, pull
+from engine.checkpoints import DEFAULT_MODEL, CheckpointError, default_cache_dir, list_models, obtain, pull, resolve
 
 CACHE_OPTION = click.option(
     "--cache-dir",
@@ -114,6 +114,18 @@ class PullProgress:
             if not self._console.is_terminal:
                 self._console.print(f"{stage}..." if total is None else f"{stage} ({total / 1e6:.0f} MB)...")
         self._bars.update(self._tasks[stage], completed=done, total=total)
+
+
+def fetch(name: str, cache_dir: Path, console: Console) -> Path:
+    """The directory of a model, which is pulled first when it is not there and its name says from where.
+
+    Raises CheckpointError.
+    """
+    try:
+        return resolve(name, cache_dir)
+    except CheckpointError:
+        with PullProgress(console) as progress:
+            return obtain(name, cache_dir, report=progress.report)
 
 
 def _millions(parameters: int) -> str:

@@ -24,8 +24,9 @@ from cli.config import (
     generated_values,
     load_file,
 )
+from cli.model import fetch
 from cli.serving import ReplicaPlan, RunningGateway, ServePlan, open_gateway
-from engine.checkpoints import DEFAULT_MODEL, CheckpointError, default_cache_dir, resolve
+from engine.checkpoints import DEFAULT_MODEL, CheckpointError, default_cache_dir
 from gateway.auth import read_key_file
 from gateway.config import MIB, GatewayConfig, HttpConfig, ModelConfig
 from gateway.dispatch import PoolConfig
@@ -62,7 +63,11 @@ def _read_config(ctx: click.Context, _param: click.Parameter, path: Path | None)
     help="Read settings from this TOML file (docs/configuration.md). Options and TURNKEEP_SERVE_ variables go before it.",
 )
 @click.option(
-    "--model", default=DEFAULT_MODEL, show_default=True, metavar="NAME|DIR", help="An installed model or a directory."
+    "--model",
+    default=DEFAULT_MODEL,
+    show_default=True,
+    metavar="NAME|DIR",
+    help="An embedded model, a directory, or a hub id; fetched when it is not there yet.",
 )
 @click.option(
     "--served-model-name", multiple=True, metavar="NAME", help="What the API calls the model; more of them are aliases."
@@ -141,7 +146,7 @@ def plan_from(options: Mapping[str, Any], engine_table: Mapping[str, Any]) -> Se
     Raises ConfigError, CheckpointError, and ValueError of the config classes, each with a sentence.
     """
     cache_dir = Path(options["cache_dir"]).absolute()
-    directory = resolve(options["model"], cache_dir)
+    directory = fetch(options["model"], cache_dir, Console(stderr=True))
     given = options["model"]
     names = tuple(options["served_model_name"]) or (directory.name if Path(given).expanduser().is_dir() else given,)
     model = ModelConfig(names[0], directory, names[1:])

@@ -66,8 +66,9 @@ class Team:
         delete.argtypes, delete.restype = (_pointer,), None
         self.threads = threads
         self.handle = ctypes.c_void_p(new(threads))
-        # Not __del__: at exit the threads must end before the interpreter does.
         self._finalizer = weakref.finalize(self, delete, self.handle)
+        # When the interpreter ends, a thread may still be computing on the team: the threads then end with the process.
+        self._finalizer.atexit = False
 
     def close(self) -> None:
         """Ends the threads; idempotent. No call may be running or follow."""

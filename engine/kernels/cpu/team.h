@@ -28,6 +28,7 @@ class Team {
     }
 
     ~Team() {
+        std::lock_guard<std::mutex> nobody_computes(pass_);
         {
             std::lock_guard<std::mutex> lock(mutex_);
             stop_ = true;

@@ -1,6 +1,9 @@
 """The C++ attention kernel against float64: fresh random batches, layouts and shapes, poisoned outputs and neighbours."""
 
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -173,3 +176,36 @@ def test_a_compiler_that_cannot_be_run_is_a_sentence(tmp_path, monkeypatch, cont
     monkeypatch.setattr("engine.kernels.cpu.library._compiler", lambda: str(compiler))
     with pytest.raises(KernelBuildError, match=r"g\+\+ cannot be run"):
         load_library(16, tmp_path / "cache")
+
+
+def test_a_team_is_not_taken_down_under_a_call(cache_dir):
+    """Closing waits for the call that computes; a process that ends while one does ends all the same."""
+    code = """
+import sys, threading, torch
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from test_cpu_attention import AttentionSpec, CpuAttention, make_batch
+
+kernel = CpuAttention.build(32, 3, Path(sys.argv[2]))
+step, spec = make_batch([(300, 900)], 16, 60, torch.Generator().manual_seed(1)), AttentionSpec(8, 2, 32, 0.1)
+kv, q = torch.zeros(60, 2, 2, 16, 32), torch.randn(300, 8, 32)
+wanted = kernel.attend(q, kv, spec, step)
+begun, results = threading.Event(), []
+
+def compute(times):
+    for _ in range(times):
+        begun.set()
+        results.append(torch.equal(kernel.attend(q, kv, spec, step), wanted))
+
+thread = threading.Thread(target=compute, args=(3,))
+thread.start()
+begun.wait()
+thread.join()
+assert results == [True] * 3
+begun.clear()
+threading.Thread(target=compute, args=(10**9,), daemon=True).start()
+begun.wait()
+"""
+    folder = str(Path(__file__).parent)
+    done = subprocess.run([sys.executable, "-c", code, folder, str(cache_dir)], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")

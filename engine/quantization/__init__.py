@@ -1,0 +1,1 @@
+"""Weights in fewer bits: what a quantised matrix is, and how one is made."""

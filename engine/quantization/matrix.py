@@ -1,0 +1,32 @@
+"""A weight matrix of small integers with a scale and a minimum for each group of inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedMatrix:
+    """W [n, k] with W[i, j] = scale[i, j // group] * codes[i, j] + minimum[i, j // group].
+
+    codes: uint8 [n, k], each below 2 ** bits; scale, minimum: float32 [n, k // group]. `group` divides k; one group for the
+    whole row (group == k) is what int8 per output channel means. bits: 4 or 8.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    minimum: torch.Tensor
+    bits: int
+    group: int
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The matrix that this stands for, [n, k], rounded to `dtype`."""
+        rows, columns = self.codes.shape
+        wide = self.codes.view(rows, columns // self.group, self.group).float()
+        return (wide * self.scale[:, :, None] + self.minimum[:, :, None]).view(rows, columns).to(dtype)
