@@ -42,21 +42,16 @@ int turnkeep_attention(const turnkeep::AttentionArgs* a) {
         case 0: turnkeep::attention<float>(*a); return 0;
         case 1: turnkeep::attention<turnkeep::BFloat16>(*a); return 0;
         case 2: turnkeep::attention<turnkeep::Float16>(*a); return 0;
+        case 3: turnkeep::attention<turnkeep::Int8>(*a); return 0;
     }
     return 2;
 }
 
-// Stores k and v, [tokens][kv head][dim] with the given strides (elements of `size` bytes), in their slots.
-void turnkeep_write(const turnkeep::WriteArgs* w) {
-    for (int64_t t = 0; t < w->tokens; t++) {
-        const int64_t block = w->slots[t] / w->block_size, offset = w->slots[t] % w->block_size;
-        char* to = w->kv + (block * w->kv_block + offset * w->kv_token) * w->size;
-        for (int64_t h = 0; h < w->kv_heads; h++) {
-            memcpy(to + h * w->kv_head * w->size, w->k + (t * w->k_token + h * w->k_head) * w->size, w->dim * w->size);
-            memcpy(to + (w->kv_side + h * w->kv_head) * w->size, w->v + (t * w->v_token + h * w->v_head) * w->size,
-                   w->dim * w->size);
-        }
-    }
+// Stores k and v, [tokens][kv head][dim] with the given strides, in their slots. 0: done; 1: built for another head_dim.
+int turnkeep_write(const turnkeep::WriteArgs* w) {
+    if (w->dim != TURNKEEP_HEAD_DIM) return 1;
+    turnkeep::write_rows<TURNKEEP_HEAD_DIM>(*w);
+    return 0;
 }
 
 // Packs a row-major bfloat16 matrix [n, k] for turnkeep_forward; `out` holds turnkeep_packed_size(n, k) elements.
