@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 import torch
+from variants import load_with_amx
 
 from engine.forward import LayeredForward
-from engine.kernels.cpu.library import load_library
 from engine.kernels.interface import StepBatch
 from engine.kernels.reference import ReferenceAttention
 from engine.models.native import native_decoder, why_not_native
@@ -32,10 +32,7 @@ CASES = {
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory):
-    built = load_library(32, tmp_path_factory.mktemp("kernels"))
-    if not built.has_amx:
-        pytest.skip("this processor has no AMX tiles for bfloat16")
-    return built
+    return load_with_amx(32, tmp_path_factory.mktemp("kernels"))
 
 
 def step(token_ids, spans, num_blocks):
