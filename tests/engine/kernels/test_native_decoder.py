@@ -4,10 +4,12 @@ import shutil
 
 import pytest
 import torch
+from variants import load_with_amx
 
 from engine.forward import LayeredForward
 from engine.kernels.cpu.library import load_library
-from engine.kernels.cpu.methods import MethodTable
+from engine.kernels.cpu.matrix import Method
+from engine.kernels.cpu.methods import MethodChoice, MethodTable
 from engine.kernels.interface import StepBatch
 from engine.kernels.reference import ReferenceAttention
 from engine.models.native import native_decoder, why_not_native
@@ -105,6 +107,20 @@ def test_logits_are_as_close_to_float32_as_the_dtype_allows(tiny_checkpoint, lib
     native.run(step(ids, [(1, 1, 32), (0, 37, 38), (2, 0, 16)], 5), kv, [0])
     last = native.run(step(ids, [(0, 38, 70), (1, 32, 33), (2, 16, 17)], 5), kv, [31, 32, 33])
     assert (last - at_once).norm() / at_once.norm() < (1e-5 if dtype == "float32" else 0.01)
+    team.close()
+
+
+def test_on_amx_the_pass_computes_the_same(tiny_checkpoint, kernel_cache):
+    library = load_with_amx(32, kernel_cache)
+    path = tiny_checkpoint("qwen3", dtype="bfloat16", **SHAPE, **CASES["qwen3"])
+    precise, coarse = load_model(path, dtype=torch.float32), load_model(path, dtype=torch.bfloat16)
+    team = library.team(2)
+    native = native_decoder(coarse.decoder, library, team, lambda _: MethodChoice(Method.AMX_BF16, Method.AMX_BF16, 0))
+    for lengths in ((70, 33, 17), (29, 3, 1)):
+        ids = [torch.randint(0, precise.spec.vocab_size, (length,)) for length in lengths]
+        wanted = logits(LayeredForward(precise.decoder, ReferenceAttention()), precise, ids, lengths, 5)
+        got = logits(native, coarse, ids, lengths, 5)
+        assert (got - wanted).norm() / wanted.norm() < 0.02
     team.close()
 
 

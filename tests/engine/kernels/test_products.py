@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from variants import load_with_amx
 
 from engine.kernels.cpu.library import load_library
 from engine.kernels.cpu.matrix import Format, Method, has_method, multiply, pack, quantized_format
@@ -96,6 +97,16 @@ def test_lesser_machines_compute_the_same(kernel_cache, march):
         for rows in (1, 3, 8, 13, 100):
             check(library, team, matrix_format, method, 80, 96, rows, seed)
         check(library, team, matrix_format, method, 33, 1536, 5, seed)
+    team.close()
+
+
+def test_amx_computes_the_same(kernel_cache):
+    library = load_with_amx(16, kernel_cache)
+    team = library.team(2)
+    assert has_method(library, Format.BFLOAT16, Method.AMX_BF16)
+    for rows in (1, 5, 16, 17, 31, 32, 33, 70):
+        check(library, team, Format.BFLOAT16, Method.AMX_BF16, 80, 96, rows, rows)
+    check(library, team, Format.BFLOAT16, Method.AMX_BF16, 33, 1536, 5, 0)
     team.close()
 
 
