@@ -1,6 +1,7 @@
 """Models loaded with `quantization`: which matrices become what, what is then computed, and what tells their KV apart."""
 
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -139,7 +140,9 @@ before = anonymous()
 load_model(Path({str(directory)!r}), dtype=torch.bfloat16, quantization="int8")
 print(max(held) - before)
 """
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    # What is freed goes back to the system at once, and is not counted.
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=env)
     weights = (directory / "model.safetensors").stat().st_size // 4
     assert weights > 30e6
-    assert weights * 0.5 < int(result.stdout) < weights * 1.7
+    assert weights < int(result.stdout) < weights * 1.7
