@@ -39,7 +39,7 @@ def choose_forward(config: EngineConfig, decoder: Decoder, kernel_dir: Path) -> 
         return LayeredForward(decoder, kernel)
     table = MethodTable(kernel.library, kernel.team)
     half = table.half_format() if decoder.dtype == torch.bfloat16 else None
-    forward = native_decoder(decoder, kernel.library, kernel.team, table, half)
+    forward = native_decoder(decoder, kernel.library, kernel.team, table, half, give_away=True)
     logger.info(
         "The forward pass runs in C++ on %d threads: %s.", threads, "; ".join(table.describe(f) for f in forward.formats)
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from engine.kernels.cpu.decoder import DecoderTensors, LayerTensors, NativeDecoder, Weight, unfit
@@ -9,7 +11,7 @@ from engine.kernels.cpu.library import Library, Team
 from engine.kernels.cpu.matrix import Format, quantized_format
 from engine.kernels.cpu.methods import Choose, plain
 from engine.models.decoder import Decoder
-from engine.models.layers import DecoderLayer
+from engine.models.layers import DecoderLayer, Linear
 from engine.models.rope import rope_table
 from engine.quantization.matrix import QuantizedMatrix
 
@@ -27,11 +29,18 @@ def why_not_native(decoder: Decoder) -> str | None:
 
 
 def native_decoder(
-    decoder: Decoder, library: Library, team: Team, choose: Choose = plain, half: Format | None = None
+    decoder: Decoder,
+    library: Library,
+    team: Team,
+    choose: Choose = plain,
+    half: Format | None = None,
+    *,
+    give_away: bool = False,
 ) -> NativeDecoder:
-    """Packs the weights of `decoder`, which stays as it is. Raises ValueError where `why_not_native` names a reason.
+    """Packs the weights of `decoder`. Raises ValueError where `why_not_native` names a reason.
 
     `choose`: what multiplies each format; `half`: how 16-bit weights are stored (default: as the checkpoint has them).
+    `give_away`: the layers of `decoder` let go of their weights, and cannot compute any more.
     """
     reason = why_not_native(decoder)
     if reason is not None:
@@ -41,10 +50,10 @@ def native_decoder(
     cos, signed_sin = rope_table(spec.rope, dtype=torch.float32, device=torch.device("cpu"))
     tensors = DecoderTensors(
         embedding=decoder.embedding,
-        layers=(_layer_tensors(layer) for layer in decoder.layers),
+        layers=_layers(decoder, give_away),
         intermediate_size=spec.intermediate_size,
         norm=decoder.norm.weight,
-        head=decoder.head.plain_weight(),
+        head=_weight(decoder.head),
         cos=cos[:, :half_dim],
         sin=signed_sin[:, half_dim:],
         norm_epsilon=spec.rms_norm_eps,
@@ -57,19 +66,35 @@ def native_decoder(
             return Format.FLOAT32
         return half or (Format.BFLOAT16 if weight.dtype == torch.bfloat16 else Format.FLOAT16)
 
-    return NativeDecoder(library, team, spec.attention, tensors, choose, format_of)
+    native = NativeDecoder(library, team, spec.attention, tensors, choose, format_of)
+    if give_away:
+        decoder.head.give_away()
+    return native
+
+
+def _layers(decoder: Decoder, give_away: bool) -> Iterator[LayerTensors]:
+    """One layer's weights after the other; the one before may be let go of by then."""
+    for layer in decoder.layers:
+        yield _layer_tensors(layer)
+        if give_away:
+            for linear in (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down):
+                linear.give_away()
 
 
 def _layer_tensors(layer: DecoderLayer) -> LayerTensors:
     attention, mlp = layer.attention, layer.mlp
     return LayerTensors(
-        qkv=attention.qkv.plain_weight(),
-        out=attention.out.plain_weight(),
-        gate_up=mlp.gate_up.plain_weight(),
-        down=mlp.down.plain_weight(),
+        qkv=_weight(attention.qkv),
+        out=_weight(attention.out),
+        gate_up=_weight(mlp.gate_up),
+        down=_weight(mlp.down),
         input_norm=layer.attention_norm.weight,
         post_norm=layer.mlp_norm.weight,
         qkv_bias=attention.qkv.bias,
         q_norm=None if attention.q_norm is None else attention.q_norm.weight,
         k_norm=None if attention.k_norm is None else attention.k_norm.weight,
     )
+
+
+def _weight(linear: Linear) -> Weight:
+    return linear.plain_weight() if linear.quantized is None else linear.quantized
