@@ -50,7 +50,7 @@ def command() -> None:
 @click.option("--threads", type=click.IntRange(1), default=None, help="For every side. [as torch finds]")
 @click.option("--max-num-batched-tokens", type=click.IntRange(64), default=None, help="Tokens a step computes at most. [512]")
 @click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Turns that count; one more warms up.")
-@click.option("--only", default="", metavar="TEXT", help="Run the works whose name holds this.")
+@click.option("--only", default="", metavar="PATTERN", help="Run the works in whose names this is found.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the prompts, which are random token ids.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there as well.")
 def engine_command(**options: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +39,7 @@ class Peer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchConfig:
     """model: a directory. dtype, quantization, kv_dtype, max_num_batched_tokens: as the engine has them (None: its default).
-    only: run works whose name holds this."""
+    only: a regular expression; the works in whose names it is found are run."""
 
     model: Path
     cache_dir: Path
@@ -57,10 +58,7 @@ def run_bench(config: BenchConfig, progress: Progress) -> Report:
     """Raises ConfigError for settings that cannot work, CheckpointError for a model and PeerError for a peer."""
     threads = config.threads or torch.get_num_threads()
     spec = read_spec(config.model)
-    works = [work for work in standard_works(spec.max_position) if config.only in work.name]
-    if not works:
-        names = ", ".join(work.name for work in standard_works(spec.max_position))
-        raise ConfigError(f"only is {config.only!r}, which no work's name holds; they are: {names}.")
+    works = _chosen(standard_works(spec.max_position), config.only)
     engine_config = _engine_config(config, threads, works)
     dtype = str(resolve_dtype(engine_config)).removeprefix("torch.")
     precision = Precision.of(dtype, config.quantization, config.kv_dtype, _gguf_bytes(config))
@@ -113,11 +111,24 @@ def run_bench(config: BenchConfig, progress: Progress) -> Report:
     return Report(settings, machine, named, rows, overheads)
 
 
+def _chosen(works: list[Work], only: str) -> list[Work]:
+    try:
+        pattern = re.compile(only)
+    except re.error as error:
+        raise ConfigError(f"only is {only!r}, which is no regular expression: {error}.") from error
+    chosen = [work for work in works if pattern.search(work.name)]
+    if not chosen:
+        names = ", ".join(work.name for work in works)
+        raise ConfigError(f"only is {only!r}, which is found in the name of no work; they are: {names}.")
+    return chosen
+
+
 def _engine_config(config: BenchConfig, threads: int, works: Sequence[Work]) -> EngineConfig:
     blocks = max(
         sum(-(-_room(work, length, count, config.repeats) // DEFAULT_BLOCK_SIZE) for length, count in work.requests)
         for work in works
     )
+    longest = max(_room(work, length, count, config.repeats) for work in works for length, count in work.requests)
     given: dict[str, Any] = {}
     known = {known.name for known in dataclasses.fields(EngineConfig)}
     for name, plain in (("quantization", "none"), ("kv_dtype", "auto")):
@@ -132,6 +143,7 @@ def _engine_config(config: BenchConfig, threads: int, works: Sequence[Work]) -> 
         dtype=config.dtype,
         block_size=DEFAULT_BLOCK_SIZE,
         num_blocks=blocks + 1,
+        max_model_len=longest + 1,
         max_num_seqs=_SEQUENCES,
         prefix_caching=False,
         threads=threads,
