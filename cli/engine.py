@@ -20,6 +20,7 @@ import click
 from engine.checkpoints import DEFAULT_MODEL, CheckpointError, default_cache_dir, resolve
 from engine.config import ConfigError
 from engine.core import EngineCore
+from engine.quantization.names import QUANTIZATIONS
 from engine.server.config import ServerConfig
 from engine.server.listen import Address, ListenError, TCPAddress, UnixAddress
 
@@ -91,6 +92,21 @@ def _sim_option(*names: str, **settings: Any) -> Callable[[Callable[..., Any]], 
 @click.option("--port", type=click.IntRange(0, 65535), default=8100, show_default=True, help="TCP port; 0 takes a free one.")
 @click.option("--uds", type=click.Path(path_type=Path), default=None, help="Listen on this unix socket instead.")
 @click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float16", "float32"]), default="auto", show_default=True)
+@click.option(
+    "--kv-dtype",
+    type=click.Choice(["auto", "float32", "bfloat16", "float16", "int8"]),
+    default="auto",
+    show_default=True,
+    help="Of KV memory. auto: as --dtype; int8: half the memory of bfloat16, at some loss of precision.",
+)
+@click.option(
+    "--quantization",
+    type=click.Choice(QUANTIZATIONS),
+    default="none",
+    show_default=True,
+    help="Weights in fewer bits: int8; int4; gguf, as in the GGUF file that the model came from. "
+    "`turnkeep bench quality` shows what it costs.",
+)
 @click.option("--device", default="cpu", show_default=True, help="Torch device that computes.")
 @click.option("--threads", type=click.IntRange(1), default=None, help="Threads to compute with. [default: as torch finds]")
 @click.option(
@@ -246,6 +262,8 @@ def _real(options: dict[str, Any]) -> Load:
             model=model,
             model_name=options["model_name"] or model.name,
             dtype=options["dtype"],
+            kv_dtype=options["kv_dtype"],
+            quantization=options["quantization"],
             device=options["device"],
             block_size=options["block_size"],
             num_blocks=options["num_blocks"],

@@ -49,7 +49,14 @@ def load_engine(
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    model = load_model(config.model, dtype=resolve_dtype(config), device=config.device, cache_dir=cache_dir, report=report)
+    model = load_model(
+        config.model,
+        dtype=resolve_dtype(config),
+        device=config.device,
+        quantization=config.quantization,
+        cache_dir=cache_dir,
+        report=report,
+    )
     spec = model.spec
     if config.max_model_len is not None and config.max_model_len > spec.max_context:
         raise ConfigError(

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from engine.kernels.interface import LayerAttention
-from engine.models.layers import DecoderLayer, Linear, RMSNorm, take_decoder_layer, take_norm
+from engine.models.layers import DecoderLayer, Linear, RMSNorm, take_decoder_layer, take_linear, take_norm, take_quantized
 from engine.models.rope import rope_table
 from engine.models.spec import ModelSpec
 from engine.models.weights import Weights
+from engine.quantization.scheme import Scheme
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -49,15 +50,19 @@ class Decoder:
         return self.head(hidden).float()
 
 
-def take_decoder(weights: Weights, spec: ModelSpec) -> Decoder:
-    """Builds the decoder that `spec` describes. Raises CheckpointError when the weights do not fit it."""
+def take_decoder(weights: Weights, spec: ModelSpec, scheme: Scheme | None = None) -> Decoder:
+    """Builds the decoder that `spec` describes. Raises CheckpointError when the weights do not fit it.
+
+    scheme: quantises the matrices of the layers and the head, one at a time as they are read; None leaves them. Embedding,
+    norms and biases stay as they are.
+    """
     embedding = weights.take(EMBEDDING, (spec.vocab_size, spec.hidden_size))
-    layers = [take_decoder_layer(weights, spec, index) for index in range(spec.num_layers)]
+    layers = [take_decoder_layer(weights, spec, index, scheme) for index in range(spec.num_layers)]
     norm = take_norm(weights, "model.norm", spec.hidden_size, spec.rms_norm_eps)
-    return Decoder(spec, embedding, layers, norm, Linear(_head_weight(weights, spec, embedding)))
+    return Decoder(spec, embedding, layers, norm, _take_head(weights, spec, embedding, scheme))
 
 
-def _head_weight(weights: Weights, spec: ModelSpec, embedding: torch.Tensor) -> torch.Tensor:
+def _take_head(weights: Weights, spec: ModelSpec, embedding: torch.Tensor, scheme: Scheme | None) -> Linear:
     """The head's own matrix, or the embedding when they are tied.
 
     A checkpoint that says tied and still brings a head of its own, with other values, is believed in what it brings, as
@@ -65,8 +70,14 @@ def _head_weight(weights: Weights, spec: ModelSpec, embedding: torch.Tensor) -> 
     """
     if spec.tie_word_embeddings:
         if HEAD not in weights:
-            return embedding
+            return _tied_head(weights, embedding, scheme)
         if weights.same(HEAD, EMBEDDING):
             weights.ignore(HEAD)
-            return embedding
-    return weights.take(HEAD, (spec.vocab_size, spec.hidden_size))
+            return _tied_head(weights, embedding, scheme)
+    return take_linear(weights, [(HEAD.removesuffix(".weight"), spec.vocab_size)], spec.hidden_size, scheme=scheme)
+
+
+def _tied_head(weights: Weights, embedding: torch.Tensor, scheme: Scheme | None) -> Linear:
+    rows, columns = embedding.shape
+    matrix = None if scheme is None else take_quantized(weights, [(EMBEDDING, rows)], columns, scheme, taken=embedding)
+    return Linear(embedding) if matrix is None else Linear.of_quantized(matrix, embedding.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -16,8 +17,13 @@ from engine.checkpoints.weight_files import read_weight_files
 from engine.models import llama, mistral, qwen2, qwen3
 from engine.models.config import ConfigReader, read_config
 from engine.models.decoder import Decoder, take_decoder
+from engine.models.quantized import open_scheme
 from engine.models.spec import ModelSpec
 from engine.models.weights import Weights
+from engine.quantization.names import QuantizationName
+from engine.quantization.scheme import SCHEME_VERSION, Scheme
+
+logger = logging.getLogger(__name__)
 
 _MODULES: tuple[ModuleType, ...] = (llama, mistral, qwen2, qwen3)
 ARCHITECTURES: tuple[str, ...] = tuple(module.ARCHITECTURE for module in _MODULES)
@@ -25,8 +31,8 @@ ARCHITECTURES: tuple[str, ...] = tuple(module.ARCHITECTURE for module in _MODULE
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """`fingerprint`: hex; equal only for equal weights and settings, whatever the directory is called. It does not include
-    the dtype the weights were loaded in."""
+    """`fingerprint`: hex; equal only for equal weights and settings, whatever the directory is called. It covers
+    the quantisation, not the dtype the weights were loaded in."""
 
     decoder: Decoder
     spec: ModelSpec
@@ -46,27 +52,33 @@ def load_model(
     *,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
+    quantization: QuantizationName = "none",
     cache_dir: Path | None = None,
     report: Report = silent,
 ) -> LoadedModel:
     """Reads a Hugging Face directory into a decoder.
 
-    Weights are copied once, out of the mapped files. `cache_dir`: where digests of weight files are remembered; None: they are
-    read anew. Raises CheckpointError: a file is missing or cut off, a tensor is missing, unknown or of another shape, the
-    architecture or a setting is not supported.
+    Weights are copied once, out of the mapped files; what is quantised is so one matrix at a time. `cache_dir`: where digests
+    of weight files are remembered; None: they are read anew. Raises CheckpointError: a file is missing or cut off, a tensor is
+    missing, unknown or of another shape, the architecture or a setting is not supported, or `quantization` is gguf and the
+    directory has no GGUF file.
     """
     spec = read_spec(path)
     files = read_weight_files(path)
-    stamps = [(file.path, stamp_of(file.path)) for file in files]
-    fingerprint = weights_fingerprint([file.path for file in files], _settings(spec), cache_dir, report=report)
+    scheme = open_scheme(quantization, path)
+    hashed = [file.path for file in files] + ([] if scheme is None else list(scheme.files))
+    stamps = [(file, stamp_of(file)) for file in hashed]
+    fingerprint = weights_fingerprint(hashed, _settings(spec) + _scheme_settings(scheme), cache_dir, report=report)
     weights = Weights(path, files, dtype=dtype, device=torch.device(device), report=report)
     try:
-        decoder = take_decoder(weights, spec)
+        decoder = take_decoder(weights, spec, scheme)
         weights.check_nothing_left(spec.architecture)
         for file, stamp in stamps:  # what was hashed is what was loaded
             check_unchanged(file, stamp)
     finally:
         weights.close()
+    if scheme is not None:
+        logger.info("Quantised (%s): %s.", scheme.name, scheme.summary())
     return LoadedModel(decoder, spec, fingerprint)
 
 
@@ -87,3 +99,8 @@ def _settings(spec: ModelSpec) -> bytes:
     for field in ("eos_token_ids", "bos_token_id"):
         del values[field]
     return msgspec.json.encode(sorted(values.items()))
+
+
+def _scheme_settings(scheme: Scheme | None) -> bytes:
+    """Nothing without one: fingerprints of models that are not quantised stay what they were."""
+    return b"" if scheme is None else f"\x00quantization={scheme.name}-v{SCHEME_VERSION}".encode()

@@ -15,6 +15,7 @@ from engine.checkpoints.weight_files import TensorEntry, WeightFile
 
 LOADING = "Loading"
 _FLOATS = ("BF16", "F16", "F32", "F64")
+_TORCH = {"BF16": torch.bfloat16, "F16": torch.float16}
 # Buffers that old versions of transformers saved and that are computed here.
 _COMPUTED = (".rotary_emb.inv_freq", ".masked_bias")
 
@@ -55,16 +56,27 @@ class Weights:
         self._copy(name, tensor)
         return tensor
 
-    def take_rows(self, parts: Iterable[tuple[str, int]], columns: int | None) -> torch.Tensor:
-        """Several tensors as one, stacked along their first dimension: (name, rows) each. `columns` None: vectors."""
+    def take_rows(
+        self, parts: Iterable[tuple[str, int]], columns: int | None, *, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Several tensors as one, stacked along their first dimension: (name, rows) each. `columns` None: vectors.
+
+        dtype: None is that of this load.
+        """
         parts = list(parts)
         rows = sum(count for _, count in parts)
-        fused = torch.empty((rows,) if columns is None else (rows, columns), dtype=self.dtype, device=self.device)
+        shape = (rows,) if columns is None else (rows, columns)
+        fused = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         start = 0
         for name, count in parts:
             self._copy(name, fused[start : start + count])
             start += count
         return fused
+
+    def stored_dtype(self, names: Iterable[str]) -> torch.dtype:
+        """What holds these tensors as they are stored (float64 aside): float32 unless all are of one half-precision type."""
+        kinds = {_TORCH.get(self._entry(name).dtype, torch.float32) for name in names}
+        return kinds.pop() if len(kinds) == 1 else torch.float32
 
     def same(self, first: str, second: str) -> bool:
         """True when two tensors hold equal values."""
@@ -98,17 +110,12 @@ class Weights:
             )
         target.copy_(source)
         self._taken.add(name)
-        self._done += target.numel() * target.element_size()
+        self._done += target.numel() * self.dtype.itemsize
         self._report(LOADING, self._done, self._total)
 
     def _read(self, name: str) -> torch.Tensor:
         """The tensor as it lies in the mapped file; no bytes are copied."""
-        entry = self._entries.get(name)
-        if entry is None:
-            raise CheckpointError(
-                f"{self.directory} lacks the tensor {name}, which its config.json calls for. Fetch the model again, or check "
-                "that config.json and the weights belong together."
-            )
+        entry = self._entry(name)
         path = self._file_of[name].path
         if entry.dtype not in _FLOATS:
             raise CheckpointError(f"{path}: {name} is stored as {entry.dtype}; those that load: {', '.join(_FLOATS)}.")
@@ -119,3 +126,12 @@ class Weights:
             return handle.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} cannot be read ({error}). Fetch the model again.") from error
+
+    def _entry(self, name: str) -> TensorEntry:
+        entry = self._entries.get(name)
+        if entry is None:
+            raise CheckpointError(
+                f"{self.directory} lacks the tensor {name}, which its config.json calls for. Fetch the model again, or check "
+                "that config.json and the weights belong together."
+            )
+        return entry

@@ -16,7 +16,7 @@ def plan(monkeypatch, tmp_path):
     """Runs the command up to the plan: plan(*arguments, toml=..., **environment) -> ServePlan or the error text."""
     model = tmp_path / "models" / "tiny"
     model.mkdir(parents=True)
-    monkeypatch.setattr(cli.serve, "resolve", lambda name, cache_dir: model)
+    monkeypatch.setattr(cli.serve, "fetch", lambda name, cache_dir, console: model)
 
     def run(*arguments, toml=None, env=None):
         plans = []
@@ -114,6 +114,8 @@ def test_the_file_can_hold_everything(plan, tmp_path):
 def test_engine_options_from_the_command_line_go_before_the_file(plan):
     made = plan("--dtype", "bfloat16", "--engine", "max-num-seqs=3", toml='[engine]\ndtype = "float32"\nmax_num_seqs = 9\n')
     assert made.replicas.arguments == ("--dtype", "bfloat16", "--max-num-seqs", "3")
+    made = plan("--quantization", "int8", toml='[engine]\nquantization = "int4"\n')
+    assert made.replicas.arguments == ("--quantization", "int8")
 
 
 def test_with_workers_elsewhere_no_replicas_are_started(plan):
@@ -145,6 +147,7 @@ def test_with_workers_elsewhere_no_replicas_are_started(plan):
         ("[engine]\nblock_size = [1]", "a string or a number is expected, not a list"),
         ("[engine]\nblock_size = 0", "block_size: 0 is not in the range"),
         ("[engine]\ndtype = 'int3'", "dtype: 'int3' is not one of"),
+        ("[engine]\nquantization = 'int3'", "quantization: 'int3' is not one of"),
     ],
 )
 def test_files_that_make_no_sense(plan, toml, words):

@@ -11,7 +11,7 @@ from engine.kernels import int8_kv
 from engine.kernels.cpu.library import AttentionArgs, Library, Team, WriteArgs, load_library
 from engine.kernels.interface import AttentionSpec, StepBatch
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
+KV_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 
 
 class CpuAttention:
@@ -124,7 +124,7 @@ def _io_dtype(kv: torch.Tensor) -> torch.dtype:
 
 def _kv_layout(kv: torch.Tensor) -> tuple[int, int]:
     """The kernel's number for the dtype, and the dims of a head. Raises ValueError for what it does not take."""
-    dtype = _DTYPES.get(kv.dtype)
+    dtype = KV_DTYPES.get(kv.dtype)
     if dtype is None:
         raise ValueError(f"the CPU kernel takes float32, bfloat16, float16 or int8 KV, not {kv.dtype}")
     if kv.stride(4) != 1:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 SOURCES = (
     *("vectors.h", "kv_rows.h", "attention.h", "attention_amx.h", "attention_plan.h"),
+    *("matrix.h", "operand.h", "product.h", "product_amx.h", "product_fma.h", "product_halves.h", "product_int8.h"),
     *("decoder.h", "library.cpp", "team.h", "tiles.h", "tiles_emulated.h"),
 )
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno")
@@ -89,15 +90,20 @@ class Library:
             self._dll = ctypes.CDLL(str(path))
         except OSError as error:
             raise KernelBuildError(f"the built kernels at {path} cannot be loaded: {error}") from error
+        self.path = path
         self._attention = self._dll.turnkeep_attention
         self._attention.argtypes = (ctypes.POINTER(AttentionArgs),)
         self._attention.restype = ctypes.c_int
         self._write = self._dll.turnkeep_write
         self._write.argtypes, self._write.restype = (ctypes.POINTER(WriteArgs),), ctypes.c_int
-        self._packed_size = self._dll.turnkeep_packed_size
-        self._packed_size.argtypes, self._packed_size.restype = (_int64, _int64), _int64
-        self._pack = self._dll.turnkeep_pack
-        self._pack.argtypes, self._pack.restype = (_pointer, _int64, _int64, ctypes.c_int, _pointer), None
+        self._matrix_bytes = self._dll.turnkeep_matrix_bytes
+        self._matrix_bytes.argtypes, self._matrix_bytes.restype = (_int64, _int64, _int64), _int64
+        self._pack_matrix = self._dll.turnkeep_pack_matrix
+        self._pack_matrix.argtypes, self._pack_matrix.restype = (_pointer,), None
+        self._has_method = self._dll.turnkeep_has_method
+        self._has_method.argtypes, self._has_method.restype = (_int64, _int32), ctypes.c_int
+        self._multiply = self._dll.turnkeep_multiply
+        self._multiply.argtypes, self._multiply.restype = (_pointer,), None
         self._forward = self._dll.turnkeep_forward
         self._forward.argtypes, self._forward.restype = (_pointer,), ctypes.c_int
         self.has_amx = bool(self._dll.turnkeep_init())
@@ -110,13 +116,21 @@ class Library:
         """Stores one step's keys and values. 0 on success."""
         return int(self._write(args))
 
-    def packed_size(self, rows: int, columns: int) -> int:
-        """Elements that a packed matrix takes."""
-        return int(self._packed_size(rows, columns))
+    def matrix_bytes(self, matrix_format: int, rows: int, columns: int) -> int:
+        """Bytes that a packed matrix takes (matrix.h)."""
+        return int(self._matrix_bytes(matrix_format, rows, columns))
 
-    def pack(self, weight: int, rows: int, columns: int, paired: bool, packed: int) -> None:
-        """Packs the row-major bfloat16 matrix at address `weight` into `packed` (decoder.h says how)."""
-        self._pack(weight, rows, columns, int(paired), packed)
+    def pack_matrix(self, args: ctypes.Structure) -> None:
+        """Packs a matrix (PackArgs of matrix.h)."""
+        self._pack_matrix(ctypes.byref(args))
+
+    def has_method(self, matrix_format: int, method: int) -> bool:
+        """Whether this build on this machine multiplies a format by a method (product.h)."""
+        return bool(self._has_method(matrix_format, method))
+
+    def multiply(self, args: ctypes.Structure) -> None:
+        """One product (MultiplyArgs of product.h); the GIL is released meanwhile."""
+        self._multiply(ctypes.byref(args))
 
     def forward(self, args: ctypes.Structure) -> int:
         """Runs one forward pass (ForwardArgs of decoder.h); the GIL is released meanwhile. 0 on success."""

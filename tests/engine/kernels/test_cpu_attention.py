@@ -7,85 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from attention_cases import TOLERANCE, check_attention, exact, make_batch, poisoned
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.kernels import int8_kv
 from engine.kernels.cpu.kernel import CpuAttention
 from engine.kernels.cpu.library import KernelBuildError, _is_whole, _seal, load_library
-from engine.kernels.interface import AttentionSpec, StepBatch
+from engine.kernels.interface import AttentionSpec
 from engine.kernels.reference import ReferenceAttention
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler on this machine")
-
-# Relative to the largest value of the answer. bfloat16 holds 8 bits and its probabilities are rounded to it on AMX.
-# int8: against the dequantised memory.
-TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 1.5e-2, torch.float16: 2e-3, torch.int8: 5e-6}
 
 
 @pytest.fixture(scope="session")
 def cache_dir(tmp_path_factory):
     return tmp_path_factory.mktemp("kernels")
-
-
-def make_batch(sequences, block_size, num_blocks, generator, tables=None):
-    """sequences: (new tokens, context) pairs. Blocks are handed out in random order unless there are `tables`; table padding
-    points at block 0."""
-    if tables is None:
-        order = torch.randperm(num_blocks - 1, generator=generator).add_(1).tolist()
-        width = max(-(-context // block_size) for _, context in sequences)
-        tables = torch.zeros(len(sequences), width, dtype=torch.int32)
-        for row, (_, context) in enumerate(sequences):
-            for column in range(-(-context // block_size)):
-                tables[row, column] = order.pop()
-    positions, slots = [], []
-    for (new, context), blocks in zip(sequences, tables.tolist(), strict=True):
-        for position in range(context - new, context):
-            positions.append(position)
-            slots.append(blocks[position // block_size] * block_size + position % block_size)
-    starts = [0]
-    for new, _ in sequences:
-        starts.append(starts[-1] + new)
-    contexts = tuple(context for _, context in sequences)
-    return StepBatch(
-        token_ids=torch.zeros(starts[-1], dtype=torch.int64),
-        positions=torch.tensor(positions),
-        slots=torch.tensor(slots),
-        query_start=torch.tensor(starts, dtype=torch.int32),
-        context_lens=torch.tensor(contexts, dtype=torch.int32),
-        block_tables=tables,
-        query_start_list=tuple(starts),
-        context_lens_list=contexts,
-    )
-
-
-def poisoned(dtype, *shape):
-    """KV memory, [..., token, dim], in which every value is NaN (in int8, every scale)."""
-    if dtype == torch.int8:
-        return torch.full((*shape[:-1], shape[-1] + int8_kv.SCALE_BYTES), -1, dtype=dtype)
-    return torch.full(shape, torch.nan, dtype=dtype)
-
-
-def floats(kv):
-    return int8_kv.dequantize(kv) if kv.dtype == torch.int8 else kv
-
-
-def exact(q, kv, spec, batch):
-    """Attention in float64, one sequence at a time."""
-    group = spec.num_heads // spec.num_kv_heads
-    outs = []
-    for row, context in enumerate(batch.context_lens_list):
-        begin, end = batch.query_start_list[row : row + 2]
-        new = end - begin
-        blocks = batch.block_tables[row, : -(-context // kv.shape[3])].long()
-        k, v = floats(kv[blocks]).double().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context].repeat_interleave(group, 1)
-        scores = q[begin:end].double().transpose(0, 1) @ k.transpose(1, 2) * spec.scale
-        position, key = torch.arange(context - new, context)[:, None], torch.arange(context)[None]
-        hidden = key > position
-        if spec.window is not None:
-            hidden |= key <= position - spec.window
-        outs.append((scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(0, 1))
-    return torch.cat(outs)
 
 
 sequences = st.lists(
@@ -106,26 +43,8 @@ sequences = st.lists(
     seed=st.integers(0, 2**31),
 )
 def test_attention_equals_float64(cache_dir, shape, dtype, window, block_size, threads, batch, seed):
-    heads, kv_heads, dim = shape
-    generator = torch.Generator().manual_seed(seed)
-    num_blocks = sum(-(-context // block_size) for _, context in batch) + 2
-    step = make_batch(batch, block_size, num_blocks, generator)
-    kernel = CpuAttention.build(dim, threads, cache_dir)
-    spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5, window)
-    memory = poisoned(dtype, num_blocks, 3, 2, kv_heads, block_size, dim)  # block, layer, ...
-    kv = memory[:, 1]
-    io = torch.float32 if dtype == torch.int8 else dtype
-    before = make_batch([(context, context) for _, context in batch], block_size, num_blocks, None, step.block_tables)
-    past = torch.randn(2, before.num_tokens, kv_heads, dim, generator=generator).to(io)
-    ReferenceAttention().write(kv, *past, before)  # what came before is there; everything else stays poison
-    q, k, v = (torch.randn(step.num_tokens, h, dim, generator=generator).to(io) for h in (heads, kv_heads, kv_heads))
-    kernel.write(kv, k, v, step)
-    out = kernel.attend(q, kv, spec, step)
-    wanted = exact(q, kv, spec, step)
-    assert out.shape == wanted.shape
-    assert torch.isfinite(out).all()
-    assert (out.double() - wanted).abs().max() <= TOLERANCE[dtype] * wanted.abs().max()
-    assert floats(memory[:, [0, 2]]).isnan().all(), "another layer was written"
+    kernel = CpuAttention.build(shape[2], threads, cache_dir)
+    check_attention(kernel, shape, dtype, window, block_size, batch, seed)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -239,7 +158,7 @@ def test_a_cut_file_in_the_cache_is_built_again(tmp_path):
     for kept in (0, 20, len(whole) - 40, len(whole) - 1, 20_000):
         built.write_bytes(whole[:kept])
         assert not _is_whole(built)
-    assert load_library(16, tmp_path).packed_size(1, 16) > 0
+    assert load_library(16, tmp_path).matrix_bytes(0, 1, 16) == 32 * 16 * 4
     assert [(path, _is_whole(path)) for path in tmp_path.iterdir()] == [(built, True)]
 
 
