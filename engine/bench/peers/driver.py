@@ -15,6 +15,7 @@ An error is {"ok": false, "kind": "missing" (not installed) or "failed", "messag
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import random
@@ -39,6 +40,8 @@ class Transformers:
         torch.set_num_threads(threads)
         self.torch = torch
         self.model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), **options).eval()
+        # Renamed in the course of version 5.
+        self.cache_name = "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
         return {"version": transformers.__version__, "settings": {"dtype": dtype, **options}}
 
     def run(self, prompts: Prompts, tokens: list[int]) -> float:
@@ -71,7 +74,7 @@ class Transformers:
 
     def _forward(self, ids: Any) -> None:
         with self.torch.inference_mode():
-            output = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+            output = self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **{self.cache_name: self.cache})
             self.last = output.logits[:, -1].argmax(-1, keepdim=True)
 
 
