@@ -10,6 +10,7 @@ COMMANDS = {
     "serve": "cli.serve",
     "engine": "cli.engine",
     "model": "cli.model",
+    "bench": "cli.bench",
     "replay": "cli.replay",
     "demo": "cli.demo",
 }

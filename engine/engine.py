@@ -111,6 +111,11 @@ class Engine:
     def info(self) -> WorkerInfo:
         return self._info
 
+    @property
+    def forward_seconds(self) -> float:
+        """Time spent in the forward pass so far; what a step takes beside it is the engine's own."""
+        return self._runner.forward_seconds
+
     def prepare(self, request: GenerateRequest) -> Request:
         """Checks a request, compiles its grammar and names its blocks. From any thread. Raises RequestRefused."""
         return self._intake.prepare(request)
