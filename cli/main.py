@@ -12,6 +12,7 @@ COMMANDS = {
     "model": "cli.model",
     "replay": "cli.replay",
     "demo": "cli.demo",
+    "bench": "cli.bench",
 }
 
 

@@ -1,0 +1,15 @@
+"""`turnkeep bench`: measures what is installed here."""
+
+from __future__ import annotations
+
+import click
+
+from cli.quality import quality_command
+
+
+@click.group("bench")
+def command() -> None:
+    """Measure the engine on this machine."""
+
+
+command.add_command(quality_command)
