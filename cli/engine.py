@@ -94,6 +94,13 @@ def _sim_option(*names: str, **settings: Any) -> Callable[[Callable[..., Any]], 
 @click.option("--uds", type=click.Path(path_type=Path), default=None, help="Listen on this unix socket instead.")
 @click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float16", "float32"]), default="auto", show_default=True)
 @click.option(
+    "--kv-dtype",
+    type=click.Choice(["auto", "float32", "bfloat16", "float16", "int8"]),
+    default="auto",
+    show_default=True,
+    help="Of KV memory. auto: as --dtype; int8: half the memory of bfloat16, at some loss of precision.",
+)
+@click.option(
     "--quantization",
     type=click.Choice(QUANTIZATIONS),
     default="none",
@@ -256,6 +263,7 @@ def _real(options: dict[str, Any]) -> Load:
             model=model,
             model_name=options["model_name"] or (Path(name).stem if Path(name).is_file() else model.name),
             dtype=options["dtype"],
+            kv_dtype=options["kv_dtype"],
             quantization=options["quantization"],
             device=options["device"],
             block_size=options["block_size"],

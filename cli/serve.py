@@ -38,7 +38,7 @@ from gateway.tokenization import ModelFilesError
 from sessions.identity import DEFAULT_ORDER
 from traces.recorder import RecorderError
 
-ENGINE_OPTIONS = ("dtype", "quantization", "kv_memory", "num_blocks", "max_model_len", "simulate")
+ENGINE_OPTIONS = ("dtype", "quantization", "kv_dtype", "kv_memory", "num_blocks", "max_model_len", "simulate")
 """Options of `turnkeep engine` that `turnkeep serve` has as well; the others go through --engine or the file."""
 
 
@@ -99,7 +99,8 @@ def _read_config(ctx: click.Context, _param: click.Parameter, path: Path | None)
     show_default="turnkeep in the user's cache directory",
     help="Where models are kept. Also TURNKEEP_CACHE_DIR.",
 )
-@click.option("--dtype", default=None, help="Of weights and KV: auto, bfloat16, float16, float32.")
+@click.option("--dtype", default=None, help="Of weights: auto, bfloat16, float16, float32.")
+@click.option("--kv-dtype", default=None, help="Of KV memory: auto (as the weights), float32, bfloat16, float16, int8.")
 @click.option("--quantization", default=None, help="Weights in fewer bits: none, int8, int4, gguf.")
 @click.option("--kv-memory", default=None, help="For KV blocks of each replica: bytes (8GiB) or a share of what is free (50%).")
 @click.option("--num-blocks", type=click.IntRange(1), default=None, help="KV blocks of each replica, instead of --kv-memory.")

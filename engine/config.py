@@ -10,6 +10,7 @@ from engine.quantization.names import QUANTIZATIONS, QuantizationName
 from prefix_cache.hashing import DEFAULT_BLOCK_SIZE
 
 DTypeName = Literal["auto", "bfloat16", "float16", "float32"]
+KVDTypeName = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 Policy = Literal["fcfs", "priority"]
 Kernels = Literal["auto", "reference"]
 
@@ -23,9 +24,10 @@ class EngineConfig:
     """Settings of one engine.
 
     model: a local Hugging Face directory. model_name: what it is called to the outside (default: the directory's name).
-    dtype: of weights and KV; auto is bfloat16 where the CPU multiplies it natively, else float32. quantization: of the matrices
-    of the layers and the head, which then take fewer bits than `dtype`: int8 (one scale for each output), int4 (groups of 32
-    inputs; the head in int8), or gguf, the blocks of the GGUF file that the model came from.
+    dtype: of weights; auto is bfloat16 where the CPU multiplies it natively, else float32. kv_dtype: of KV memory; auto is the
+    weights' dtype, int8 keeps a scale beside each key and value and takes about half of bfloat16's memory. quantization: of the
+    matrices of the layers and the head, which then take fewer bits than `dtype`: int8 (one scale for each output), int4 (groups
+    of 32 inputs; the head in int8), or gguf, the blocks of the GGUF file that the model came from.
 
     KV memory, first that is given: `num_blocks`; `kv_memory_bytes`; `kv_memory_fraction` of the memory that is available once
     the model is loaded, less what the largest step needs, which is measured.
@@ -41,6 +43,7 @@ class EngineConfig:
     model: Path
     model_name: str | None = None
     dtype: DTypeName = "auto"
+    kv_dtype: KVDTypeName = "auto"
     quantization: QuantizationName = "none"
     device: str = "cpu"
     block_size: int = DEFAULT_BLOCK_SIZE
@@ -76,5 +79,7 @@ class EngineConfig:
             raise ConfigError(f"kernels is {self.kernels!r}; it must be auto or reference.")
         if self.dtype not in ("auto", "bfloat16", "float16", "float32"):
             raise ConfigError(f"dtype is {self.dtype!r}; it must be auto, bfloat16, float16 or float32.")
+        if self.kv_dtype not in ("auto", "float32", "bfloat16", "float16", "int8"):
+            raise ConfigError(f"kv_dtype is {self.kv_dtype!r}; it must be auto, float32, bfloat16, float16 or int8.")
         if self.quantization not in QUANTIZATIONS:
             raise ConfigError(f"quantization is {self.quantization!r}; it must be one of {', '.join(QUANTIZATIONS)}.")

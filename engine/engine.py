@@ -20,11 +20,12 @@ from engine.core import RequestRefused
 from engine.forward import Forward
 from engine.intake import Intake, Limits
 from engine.kv_cache import KVCache
+from engine.kv_layout import KVLayout
 from engine.meter import Meter
 from engine.models.registry import LoadedModel
 from engine.output import Addressed, StepOutput
 from engine.request import Request, Sequence, Status
-from engine.runner import Runner, allocate_kv
+from engine.runner import Runner
 from engine.sampling.sampler import SampledToken, Sampler
 from engine.sampling.stopping import StopDecision
 from engine.scheduler import ScheduledSequence, Scheduler, StepPlan
@@ -59,14 +60,15 @@ class Engine:
         """`num_blocks` and `max_model_len` are decided (engine.kv_memory); those of `config` are not looked at.
 
         grammars and detokenizer (an empty one) are None for a model without a tokenizer. Raises ValueError for a model whose
-        KV cannot be paged (engine.runner.allocate_kv).
+        KV cannot be paged (engine.kv_layout.KVLayout).
         """
         spec = model.spec
         self.config = config
         self._clock = clock
         self._grammars = grammars
         self._sampler = sampler
-        self._runner = Runner(forward, allocate_kv(model, num_blocks, config.block_size))
+        layout = KVLayout.of(model, config.block_size, config.kv_dtype)
+        self._runner = Runner(forward, layout.allocate(num_blocks))
         self._cache = KVCache(BlockPool(num_blocks, config.block_size, eviction), caching=config.prefix_caching)
         self._scheduler = Scheduler(
             self._cache, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
@@ -74,10 +76,14 @@ class Engine:
         self._meter = Meter()
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
-        dtype = str(model.decoder.dtype)
         namespace = namespace_digest(
             # The fingerprint covers weights, rope settings and whatever else of the model shapes its KV.
-            {"weights": model.fingerprint, "dtype": dtype, "kv_dtype": dtype, "block_size": config.block_size}
+            {
+                "weights": model.fingerprint,
+                "dtype": str(model.decoder.dtype),
+                "kv_dtype": str(layout.dtype),
+                "block_size": config.block_size,
+            }
         )
         self._intake = Intake(
             limits=Limits(spec.vocab_size, max_model_len, num_blocks, config.block_size, config.max_num_seqs),

@@ -11,6 +11,7 @@ from engine.config import EngineConfig
 from engine.forward import Forward, LayeredForward
 from engine.kernels.cpu.kernel import CpuAttention
 from engine.kernels.cpu.library import KernelBuildError
+from engine.kernels.cpu.methods import MethodTable
 from engine.kernels.reference import ReferenceAttention
 from engine.models.decoder import Decoder
 from engine.models.native import native_decoder, why_not_native
@@ -32,11 +33,15 @@ def choose_forward(config: EngineConfig, decoder: Decoder, kernel_dir: Path) -> 
     except KernelBuildError as error:
         logger.warning("Attention runs in plain torch, about half as fast at long contexts: %s", error)
         return LayeredForward(decoder, ReferenceAttention())
-    reason = why_not_native(decoder, kernel.library)
+    reason = why_not_native(decoder)
     if reason is not None:
         logger.info("Attention runs in C++ on %d threads, the rest in torch: %s.", threads, reason)
         return LayeredForward(decoder, kernel)
-    logger.info("The whole forward pass runs in C++ on %d threads, in bfloat16 on AMX.", threads)
-    forward = native_decoder(decoder, kernel.library, kernel.team)
+    table = MethodTable(kernel.library, kernel.team)
+    half = table.half_format() if decoder.dtype == torch.bfloat16 else None
+    forward = native_decoder(decoder, kernel.library, kernel.team, table, half, give_away=True)
+    logger.info(
+        "The forward pass runs in C++ on %d threads: %s.", threads, "; ".join(table.describe(f) for f in forward.formats)
+    )
     torch.set_num_threads(1)
     return forward

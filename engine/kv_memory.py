@@ -10,9 +10,10 @@ import torch
 from engine.config import ConfigError, EngineConfig
 from engine.forward import Forward
 from engine.kernels.interface import StepBatch
+from engine.kv_layout import KVLayout
 from engine.memory import available_memory, peak_growth
 from engine.models.registry import LoadedModel
-from engine.runner import Runner, allocate_kv
+from engine.runner import Runner
 from engine.sampling.sampler import Sampler
 from engine.sampling.state import SamplingState
 from gateway.workers.protocol import SamplingParams
@@ -48,7 +49,8 @@ def kv_budget(config: EngineConfig, model: LoadedModel, forward: Forward, sample
 
     Raises ConfigError when not even one block fits.
     """
-    block_bytes = config.block_size * model.spec.kv_bytes_per_token(model.decoder.dtype.itemsize)
+    layout = KVLayout.of(model, config.block_size, config.kv_dtype)
+    block_bytes = layout.block_bytes
     if config.num_blocks is not None:
         return KVBudget(config.num_blocks, block_bytes, "as num_blocks says")
     if config.kv_memory_bytes is not None:
@@ -57,7 +59,7 @@ def kv_budget(config: EngineConfig, model: LoadedModel, forward: Forward, sample
     else:
         if torch.device(config.device).type != "cpu":
             raise ConfigError(f"Memory of {config.device} cannot be measured; set num_blocks or kv_memory_bytes.")
-        step = _largest_step_bytes(config, model, forward, sampler)
+        step = _largest_step_bytes(config, model, layout, forward, sampler)
         available = available_memory()
         budget = int(config.kv_memory_fraction * available) - step
         origin = (
@@ -74,7 +76,7 @@ def kv_budget(config: EngineConfig, model: LoadedModel, forward: Forward, sample
     return KVBudget(num_blocks, block_bytes, origin)
 
 
-def _largest_step_bytes(config: EngineConfig, model: LoadedModel, forward: Forward, sampler: Sampler) -> int:
+def _largest_step_bytes(config: EngineConfig, model: LoadedModel, layout: KVLayout, forward: Forward, sampler: Sampler) -> int:
     """What a step of `max_num_batched_tokens` tokens at the end of a full context takes beside weights and KV.
 
     The context's earlier blocks are one block again and again: attention reads as much, and little KV memory is needed.
@@ -84,7 +86,7 @@ def _largest_step_bytes(config: EngineConfig, model: LoadedModel, forward: Forwa
     tokens = min(config.max_num_batched_tokens, context)
     size = config.block_size
     own_blocks = -(-tokens // size) + 1
-    runner = Runner(forward, allocate_kv(model, own_blocks + 1, size))
+    runner = Runner(forward, layout.allocate(own_blocks + 1))
     first = (context - tokens) // size  # this block and those after it are the step's own
     table = [0] * first + list(range(1, -(-context // size) - first + 1))
     positions = torch.arange(context - tokens, context)
@@ -110,6 +112,7 @@ def _largest_step_bytes(config: EngineConfig, model: LoadedModel, forward: Forwa
         sampler.sample(logits.nan_to_num_(), states)  # the KV read was never written
 
     measured = peak_growth(step)
-    # Attention gathers one layer's keys and values at a time; beyond the measured context it gathers more of them.
+    # Attention gathers one layer's keys and values at a time, in the dtype of the layers or wider; beyond the measured context
+    # it gathers more of them.
     gathered = model.spec.kv_bytes_per_token(model.decoder.dtype.itemsize) // len(model.spec.attention)
     return measured + (max_context - context) * gathered

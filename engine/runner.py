@@ -6,24 +6,17 @@ from collections.abc import Sequence
 
 import torch
 
+from engine.config import KVDTypeName
 from engine.forward import Forward
 from engine.kernels.interface import StepBatch
 from engine.kv_cache import BlockCopy
+from engine.kv_layout import KVLayout
 from engine.models.registry import LoadedModel
 
 
-def allocate_kv(model: LoadedModel, num_blocks: int, block_size: int) -> torch.Tensor:
-    """KV memory of a model: [block][layer][k, v][kv head][token][dim]. Not initialised: the operating system commits its
-    pages as they are first written, and no kernel reads what was not written.
-
-    Raises ValueError for a model whose layers differ in their KV heads: one block could not hold them all.
-    """
-    shapes = {(spec.num_kv_heads, spec.head_dim) for spec in model.spec.attention}
-    if len(shapes) != 1:
-        raise ValueError(f"The layers of this model have KV of {len(shapes)} shapes; only models with one shape can be served.")
-    ((kv_heads, dim),) = shapes
-    shape = (num_blocks, len(model.spec.attention), 2, kv_heads, block_size, dim)
-    return torch.empty(shape, dtype=model.decoder.dtype, device=model.decoder.device)
+def allocate_kv(model: LoadedModel, num_blocks: int, block_size: int, kv_dtype: KVDTypeName = "auto") -> torch.Tensor:
+    """KV memory of a model, [block][layer][k, v][kv head][token][dim], as `KVLayout` says; raises ValueError as that does."""
+    return KVLayout.of(model, block_size, kv_dtype).allocate(num_blocks)
 
 
 class Runner:

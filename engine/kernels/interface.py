@@ -2,6 +2,10 @@
 
 KV memory is one tensor `[block][layer][k, v][kv head][token][dim]`, so that a block is one run of bytes over all layers.
 A kernel takes the view of one layer, `[block, 2, kv head, token, dim]`, with its strides as they are.
+
+int8 KV has the same shape but for its last dim, which is dim + 4: for each [block][layer][k, v][kv head] the last two dims are
+a run of token * (dim + 4) bytes, first token * dim codes, then one float32 scale a token (engine/kernels/int8_kv.py). So the
+size of a block, copies of blocks and whatever moves them need not know what the bytes mean.
 """
 
 from __future__ import annotations
@@ -61,7 +65,8 @@ class AttentionKernel(Protocol):
     name: str
 
     def write(self, kv: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: StepBatch) -> None:
-        """Stores k and v, both [T, kv heads, dim], in the slots of `batch`. kv: [block, 2, kv head, token, dim]."""
+        """Stores k and v, both [T, kv heads, dim] of a floating dtype, in the slots of `batch`. kv: one layer's view. int8 KV
+        is quantised here; every kernel writes the same bits."""
 
     def attend(self, q: torch.Tensor, kv: torch.Tensor, spec: AttentionSpec, batch: StepBatch) -> torch.Tensor:
         """q: [T, heads, dim] -> [T, heads, dim], after `write` of the same batch. A sequence of one new token (decode) and

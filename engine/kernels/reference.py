@@ -1,7 +1,8 @@
 """Attention over paged KV in plain torch: the oracle for every other kernel, and the fallback where none of them can run.
 
 It gathers a sequence's blocks into one run of keys and values and leaves the rest to
-`torch.nn.functional.scaled_dot_product_attention`, which never materialises the scores. Any device, any floating dtype.
+`torch.nn.functional.scaled_dot_product_attention`, which never materialises the scores. Any device, any floating dtype; int8 KV
+is widened as it is gathered.
 
 How a step is cut into calls depends only on the batch and the window, not on the layer; so it is planned once a step and
 remembered for the layers that follow (`_Plan`). That is the only state, and it is derived from the batch alone.
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from engine.kernels import int8_kv
 from engine.kernels.interface import AttentionSpec, StepBatch
 
 PADDED_DECODE_TOKENS = 384
@@ -59,12 +61,18 @@ class ReferenceAttention:
         self._plans: dict[int | None, tuple[tuple[_Single, ...], _Padded | None]] = {}
 
     def write(self, kv: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: StepBatch) -> None:
-        """Stores k and v, both [T, kv heads, dim], in the slots of `batch`. kv: [block, 2, kv head, token, dim]."""
+        """Stores k and v, both [T, kv heads, dim], in the slots of `batch`. kv: see engine/kernels/interface.py."""
         self._begin(batch)
         if self._slots is None:
             block_size = kv.shape[3]
             self._slots = (batch.slots // block_size, batch.slots % block_size)
-        kv.permute(0, 3, 1, 2, 4).index_put_(self._slots, torch.stack((k, v), 1))
+        rows = torch.stack((k, v), 1)
+        if kv.dtype == torch.int8:
+            codes, scales = int8_kv.quantize(rows)
+            int8_kv.codes(kv).permute(0, 3, 1, 2, 4).index_put_(self._slots, codes)
+            int8_kv.scales(kv).permute(0, 3, 1, 2).index_put_(self._slots, scales)
+        else:
+            kv.permute(0, 3, 1, 2, 4).index_put_(self._slots, rows.to(kv.dtype))
 
     def attend(self, q: torch.Tensor, kv: torch.Tensor, spec: AttentionSpec, batch: StepBatch) -> torch.Tensor:
         """q: [T, heads, dim] -> [T, heads, dim], after `write` of the same batch."""
@@ -87,13 +95,14 @@ class ReferenceAttention:
             self._batch, self._slots, self._plans = batch, None, {}
 
 
-def _gather(kv: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """The keys and values of `blocks`, one after the other: [2, kv heads, blocks, tokens, dim], contiguous."""
-    return kv.permute(1, 2, 0, 3, 4).index_select(2, blocks)
+def _gather(kv: torch.Tensor, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The keys and values of `blocks`, one after the other: [2, kv heads, blocks, tokens, dim], contiguous, in `dtype`."""
+    gathered = kv.permute(1, 2, 0, 3, 4).index_select(2, blocks)
+    return (int8_kv.dequantize(gathered) if kv.dtype == torch.int8 else gathered).to(dtype)
 
 
 def _attend_single(q: torch.Tensor, kv: torch.Tensor, spec: AttentionSpec, call: _Single) -> torch.Tensor:
-    gathered = _gather(kv, call.blocks).flatten(2, 3)[:, :, call.offset : call.offset + call.length]
+    gathered = _gather(kv, call.blocks, q.dtype).flatten(2, 3)[:, :, call.offset : call.offset + call.length]
     k, v = gathered[0].unsqueeze(0), gathered[1].unsqueeze(0)
     rows = q.shape[0]
     if rows == 1 and call.mask is None:
@@ -115,7 +124,7 @@ def _attend_single(q: torch.Tensor, kv: torch.Tensor, spec: AttentionSpec, call:
 
 def _attend_padded(q: torch.Tensor, kv: torch.Tensor, spec: AttentionSpec, call: _Padded) -> torch.Tensor:
     sequences = q.shape[0]
-    gathered = _gather(kv, call.blocks).view(2, spec.num_kv_heads, sequences, -1, spec.head_dim)
+    gathered = _gather(kv, call.blocks, q.dtype).view(2, spec.num_kv_heads, sequences, -1, spec.head_dim)
     # A mask is not enough: what a reused block still holds may be NaN or infinite, and that times zero is NaN.
     for index, (low, high) in enumerate(call.spans):
         gathered[:, :, index, :low] = 0

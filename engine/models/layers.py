@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
@@ -45,16 +46,15 @@ class Linear:
     exception is a single row of a wide input, for which oneDNN splits the sum; it is given a second row.
     """
 
-    __slots__ = ("_pad", "_weight", "bias", "dtype", "out_features", "packed", "quantized")
+    __slots__ = ("_plain", "_ready", "bias", "dtype", "out_features", "quantized")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.out_features = weight.shape[0]
         self.bias = bias
         self.dtype = weight.dtype
         self.quantized: QuantizedMatrix | None = None
-        self._weight: torch.Tensor | None = None
-        self.packed = self._pad = False
-        self._set_weight(weight)
+        self._plain: torch.Tensor | None = weight
+        self._ready: _Ready | None = None
 
     @classmethod
     def of_quantized(cls, matrix: QuantizedMatrix, dtype: torch.dtype, bias: torch.Tensor | None = None) -> Linear:
@@ -65,48 +65,53 @@ class Linear:
         layer.bias = bias
         layer.dtype = dtype
         layer.quantized = matrix
-        layer._weight = None
-        layer.packed = layer._pad = False
+        layer._plain = layer._ready = None
         return layer
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.weight
-        if not self.packed:
-            return functional.linear(x, weight, self.bias)
+        ready = self._ready or self._make_ready()
+        if not ready.packed:
+            return functional.linear(x, ready.weight, self.bias)
         rows = x.shape[0]
         if rows == 0:
             return x.new_empty((0, self.out_features))
-        if rows == 1 and self._pad:
-            return self._product(torch.cat((x, x)), weight)[:1]
-        return self._product(x, weight)
+        if rows == 1 and ready.weight.dtype == torch.float32:
+            return self._product(torch.cat((x, x)), ready.weight)[:1]
+        return self._product(x, ready.weight)
 
     def _product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, weight, self.bias, "none", [], "")
 
-    @property
-    def weight(self) -> torch.Tensor:
-        """The weight as it is multiplied: oneDNN's layout where `packed`, else [out, in]."""
-        weight = self._weight
-        if weight is None:
-            assert self.quantized is not None
-            weight = self._set_weight(self.quantized.dequantize(self.dtype))
-        return weight
-
     def plain_weight(self) -> torch.Tensor:
         """The weight row-major, [out, in], in this layer's dtype: as the checkpoint has it, or dequantised."""
-        if self._weight is None:
-            assert self.quantized is not None
-            return self.quantized.dequantize(self.dtype)
-        return self._weight.to_dense() if self.packed else self._weight
+        if self._plain is not None:
+            return self._plain
+        if self._ready is not None:
+            return self._ready.weight.to_dense() if self._ready.packed else self._ready.weight
+        if self.quantized is None:
+            raise RuntimeError("the weights of this layer were given away")
+        return self.quantized.dequantize(self.dtype)
 
-    def _set_weight(self, weight: torch.Tensor) -> torch.Tensor:
+    def give_away(self) -> None:
+        """Lets go of the weights: who computes with them has a copy of its own."""
+        self._plain = self._ready = self.quantized = None
+
+    def _make_ready(self) -> _Ready:
+        weight = self.plain_weight()
         packed = can_pack(weight)
-        if packed:
-            weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
-        # Last of all `_weight`: another thread that finds it there finds the rest as well.
-        self.packed, self._pad = packed, packed and weight.dtype == torch.float32
-        self._weight = weight
-        return weight
+        # Last of all: another thread that finds it there finds all of it.
+        self._ready = ready = _Ready(
+            torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS) if packed else weight, packed
+        )
+        self._plain = None
+        return ready
+
+
+class _Ready(NamedTuple):
+    """A weight as it is multiplied: in oneDNN's layout where `packed`, else [out, in]."""
+
+    weight: torch.Tensor
+    packed: bool
 
 
 # Only a hint: the layout that oneDNN chooses serves other numbers of rows as well.

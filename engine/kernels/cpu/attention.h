@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "kv_rows.h"
 #include "vectors.h"
 
 namespace turnkeep {
@@ -13,35 +14,6 @@ namespace turnkeep {
 constexpr int kChunk = 256;    // keys a tile scores before it rescales
 constexpr int kMaxRows = 96;   // rows of a tile
 constexpr float kNegative = -3.0e38f;
-
-// Mirrors engine/kernels/cpu/library.py. Strides are in elements.
-struct AttentionArgs {
-    const void* q;
-    const void* kv;
-    void* out;
-    const int32_t* query_start;
-    const int32_t* context_lens;
-    const int32_t* block_tables;
-    int64_t q_token, q_head;
-    int64_t kv_block, kv_side, kv_head, kv_token;
-    int64_t out_token, out_head;
-    int64_t table_stride;
-    void* team;
-    int32_t num_sequences, num_heads, num_kv_heads, head_dim, block_size, window;
-    int32_t dtype;
-    float scale;
-};
-
-// Mirrors WriteArgs of engine/kernels/cpu/library.py. Strides are in elements of `size` bytes.
-struct WriteArgs {
-    char* kv;
-    const char* k;
-    const char* v;
-    const int64_t* slots;
-    int64_t kv_block, kv_side, kv_head, kv_token;
-    int64_t k_token, k_head, v_token, v_head;
-    int64_t tokens, kv_heads, dim, block_size, size;
-};
 
 // A tile of work: rows [row, row + rows) of one sequence and KV head, against keys [key_begin, key_end).
 struct Tile {
@@ -63,25 +35,42 @@ static inline Visible visible(const AttentionArgs& a, int sequence, int row) {
     return {a.window > 0 ? std::max(0, position - a.window + 1) : 0, position};
 }
 
+// The kv head's part of the block that holds `key`.
+template <class T>
+static inline const T* key_block(const AttentionArgs& a, const Tile& t, int key, int side) {
+    const int block = a.block_tables[t.sequence * a.table_stride + key / a.block_size];
+    return static_cast<const T*>(a.kv) + block * a.kv_block + side * a.kv_side + t.kv_head * a.kv_head;
+}
+
+// For int8 these are codes.
 template <class T>
 static inline const T* key_row(const AttentionArgs& a, const Tile& t, int key, int side) {
-    const int32_t* table = a.block_tables + t.sequence * a.table_stride;
-    const int block = table[key / a.block_size];
-    return static_cast<const T*>(a.kv) + block * a.kv_block + side * a.kv_side + t.kv_head * a.kv_head +
-           (key % a.block_size) * a.kv_token;
+    return key_block<T>(a, t, key, side) + (key % a.block_size) * a.kv_token;
+}
+
+// One key or value as floats.
+template <class T, int D>
+static inline void widen_row(const AttentionArgs& a, const Tile& t, int key, int side, float* to) {
+    const T* from = key_row<T>(a, t, key, side);
+    if constexpr (std::is_same_v<T, Int8>) {
+        const float scale = *row_scale<D>(key_block<T>(a, t, key, side), a.block_size, key % a.block_size);
+        for (int d = 0; d < D; d += kLanes) store(to + d, load(from + d) * scale);
+    } else {
+        for (int d = 0; d < D; d += kLanes) store(to + d, load(from + d));
+    }
 }
 
 template <class T>
-static inline const T* query_row(const AttentionArgs& a, const Tile& t, int row) {
+static inline const IoOf<T>* query_row(const AttentionArgs& a, const Tile& t, int row) {
     const int group = a.num_heads / a.num_kv_heads;
-    return static_cast<const T*>(a.q) + (a.query_start[t.sequence] + row / group) * a.q_token +
+    return static_cast<const IoOf<T>*>(a.q) + (a.query_start[t.sequence] + row / group) * a.q_token +
            (t.kv_head * group + row % group) * a.q_head;
 }
 
 template <class T>
-static inline T* out_row(const AttentionArgs& a, const Tile& t, int row) {
+static inline IoOf<T>* out_row(const AttentionArgs& a, const Tile& t, int row) {
     const int group = a.num_heads / a.num_kv_heads;
-    return static_cast<T*>(a.out) + (a.query_start[t.sequence] + row / group) * a.out_token +
+    return static_cast<IoOf<T>*>(a.out) + (a.query_start[t.sequence] + row / group) * a.out_token +
            (t.kv_head * group + row % group) * a.out_head;
 }
 
@@ -130,12 +119,9 @@ static void tile_few_rows(const AttentionArgs& a, const Tile& t, Rows& state) {
         const int keys = std::min(kChunk, t.key_end - begin);
         const int padded = (keys + kLanes - 1) / kLanes * kLanes;
         for (int k = 0; k < padded; k += kLanes) {
-            for (int j = 0; j < kLanes; j++) {
-                const T* p = key_row<T>(a, t, begin + std::min(k + j, keys - 1), 0);
-                for (int d = 0; d < D; d += kLanes) store(wide + j * D + d, load(p + d));
-            }
+            for (int j = 0; j < kLanes; j++) widen_row<T, D>(a, t, begin + std::min(k + j, keys - 1), 0, wide + j * D);
             for (int r = 0; r < rows; r++) {
-                const T* q = query_row<T>(a, t, t.row + r);
+                const IoOf<T>* q = query_row<T>(a, t, t.row + r);
                 Vec query[D / kLanes], partial[kLanes];
                 for (int d = 0; d < D / kLanes; d++) query[d] = load(q + d * kLanes);
                 for (int j = 0; j < kLanes; j++) {
@@ -160,10 +146,7 @@ static void tile_few_rows(const AttentionArgs& a, const Tile& t, Rows& state) {
                 for (int d = 0; d < D; d += kLanes) store(acc + d, load(acc + d) * shrink);
         }
         for (int k = 0; k < padded; k += kLanes) {
-            for (int j = 0; j < kLanes; j++) {
-                const T* p = key_row<T>(a, t, begin + std::min(k + j, keys - 1), 1);
-                for (int d = 0; d < D; d += kLanes) store(wide + j * D + d, load(p + d));
-            }
+            for (int j = 0; j < kLanes; j++) widen_row<T, D>(a, t, begin + std::min(k + j, keys - 1), 1, wide + j * D);
             for (int r = 0; r < rows; r++) {
                 float* acc = state.acc + r * D;
                 const float* p = scores + r * kChunk + k;
@@ -187,20 +170,17 @@ static void tile_many_rows(const AttentionArgs& a, const Tile& t, Rows& state) {
     alignas(64) float scores[kMaxRows * kKeys];
     const int rows = t.rows, padded_rows = (rows + kBlock - 1) / kBlock * kBlock;
     for (int r = 0; r < padded_rows; r++) {
-        const T* q = query_row<T>(a, t, t.row + std::min(r, rows - 1));
+        const IoOf<T>* q = query_row<T>(a, t, t.row + std::min(r, rows - 1));
         for (int d = 0; d < D; d += kLanes) store(query + r * D + d, load(q + d));
     }
     for (int begin = t.key_begin; begin < t.key_end; begin += kKeys) {
         const int keys = std::min(kKeys, t.key_end - begin);
         for (int j = 0; j < kKeys; j++) {
             const int key = begin + std::min(j, keys - 1);
-            const T* k = key_row<T>(a, t, key, 0);
-            const T* v = key_row<T>(a, t, key, 1);
-            for (int d = 0; d < D; d += kLanes) {
-                const Vec wide = load(k + d);
-                for (int i = 0; i < kLanes; i++) keys_t[(d + i) * kKeys + j] = wide[i];
-                store(values + j * D + d, load(v + d));
-            }
+            alignas(64) float wide[D];
+            widen_row<T, D>(a, t, key, 0, wide);
+            for (int d = 0; d < D; d++) keys_t[d * kKeys + j] = wide[d];
+            widen_row<T, D>(a, t, key, 1, values + j * D);
         }
         for (int r = 0; r < padded_rows; r += kBlock) {
             Vec s[kBlock][kKeys / kLanes] = {};

@@ -54,7 +54,7 @@ inline Plan make_plan(const AttentionArgs& a, int threads) {
 template <class T, int D>
 void write_out(const AttentionArgs& a, const Tile& t, const Rows& state) {
     for (int r = 0; r < t.rows; r++) {
-        T* out = out_row<T>(a, t, t.row + r);
+        IoOf<T>* out = out_row<T>(a, t, t.row + r);
         const float inverse = state.sum[r] > 0 ? 1.0f / state.sum[r] : 0.0f;
         for (int d = 0; d < D; d += kLanes) store(out + d, load(state.acc + r * D + d) * inverse);
     }

@@ -1,17 +1,24 @@
-"""A whole forward pass in one call: the bfloat16 decoder of decoder.h, for machines with AMX."""
+"""A whole forward pass in one call (decoder.h)."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
+from engine.kernels.cpu.kernel import KV_DTYPES
 from engine.kernels.cpu.library import AttentionArgs, Library, Team
+from engine.kernels.cpu.matrix import Format, MatrixStruct, PackedMatrix, pack
+from engine.kernels.cpu.methods import Choose, MethodStruct
 from engine.kernels.interface import AttentionSpec, StepBatch
+from engine.quantization.matrix import QuantizedMatrix
 
 _pointer, _int64, _int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+
+Weight: TypeAlias = torch.Tensor | QuantizedMatrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +26,10 @@ class LayerTensors:
     """One layer's weights as a checkpoint has them, row-major: qkv [(heads + 2 kv heads) dim, hidden], out [hidden, heads dim],
     gate_up [2 inner, hidden] (gate first), down [hidden, inner]; norms [hidden] or, over heads, [dim]."""
 
-    qkv: torch.Tensor
-    out: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    qkv: Weight
+    out: Weight
+    gate_up: Weight
+    down: Weight
     input_norm: torch.Tensor
     post_norm: torch.Tensor
     qkv_bias: torch.Tensor | None = None
@@ -41,7 +48,7 @@ class DecoderTensors:
     layers: Iterable[LayerTensors]
     intermediate_size: int
     norm: torch.Tensor
-    head: torch.Tensor
+    head: Weight
     cos: torch.Tensor
     sin: torch.Tensor
     norm_epsilon: float
@@ -51,7 +58,7 @@ class _LayerWeights(ctypes.Structure):
     """Mirrors LayerWeights of decoder.h."""
 
     _fields_ = (
-        *((name, _pointer) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, MatrixStruct) for name in ("qkv", "out", "gate_up", "down")),
         *((name, _pointer) for name in ("qkv_bias", "input_norm", "post_norm", "q_norm", "k_norm")),
         ("window", _int64),
     )
@@ -62,22 +69,27 @@ class _ForwardArgs(ctypes.Structure):
 
     _fields_ = (
         ("attention", AttentionArgs),
-        *((name, _pointer) for name in ("layers", "embedding", "head", "final_norm", "token_ids", "slots", "cos", "sin")),
-        *((name, _pointer) for name in ("logit_rows", "logits", "workspace")),
+        *((name, _pointer) for name in ("layers", "embedding")),
+        ("head", MatrixStruct),
+        *((name, _pointer) for name in ("final_norm", "token_ids", "positions", "slots", "cos", "sin", "logit_rows", "logits")),
         ("kv_layer", _int64),
         *((name, _int32) for name in ("num_layers", "num_tokens", "hidden", "intermediate", "vocab", "num_logit_rows")),
+        ("embedding_dtype", _int32),
         ("norm_epsilon", ctypes.c_float),
+        ("choices", MethodStruct * len(Format)),
     )
 
 
 def unfit(specs: Sequence[AttentionSpec], hidden: int, inner: int) -> str | None:
-    """Why a model of this shape cannot run here, or None when it can: the tiles take 32 input dims at a time."""
+    """Why a model of this shape cannot run here, or None when it can: products take 32 inputs at a time."""
     first = specs[0]
     if any((s.num_heads, s.num_kv_heads, s.head_dim, s.scale) != _shape(first) for s in specs):
         return "its layers differ in shape"
-    if first.head_dim % 32:
-        return f"head_dim {first.head_dim} is no multiple of 32"
-    for name, size in (("hidden_size", hidden), ("intermediate_size", inner)):
+    for name, size in (
+        ("hidden_size", hidden),
+        ("intermediate_size", inner),
+        ("num_attention_heads * head_dim", first.num_heads * first.head_dim),
+    ):
         if size % 32:
             return f"{name} {size} is no multiple of 32"
     return None
@@ -88,16 +100,24 @@ def _shape(spec: AttentionSpec) -> tuple[int, int, int, float]:
 
 
 class NativeDecoder:
-    """The weights, packed in the order in which the tiles read them; `run` computes a batch over paged KV.
+    """The weights, packed in the order in which products read them; `run` computes a batch over paged KV.
 
-    The residual stream is kept in float32; products take bfloat16 and sum in float32. A row's result does not depend on the
-    other rows of its batch, but for how a long context is split over threads.
+    The residual stream and whatever stands between products is float32. A row's result does not depend on the other rows of its
+    batch where one method multiplies its format at any number of rows (float32), but for how a long context is split over
+    threads.
     """
 
-    def __init__(self, library: Library, team: Team, specs: Sequence[AttentionSpec], tensors: DecoderTensors) -> None:
-        """Raises ValueError for a model that `unfit` names, and where the machine has no AMX."""
-        if not library.has_amx:
-            raise ValueError("this machine has no AMX tiles for bfloat16")
+    def __init__(
+        self,
+        library: Library,
+        team: Team,
+        specs: Sequence[AttentionSpec],
+        tensors: DecoderTensors,
+        choose: Choose,
+        format_of: Callable[[Weight], Format],
+    ) -> None:
+        """`format_of`: how a weight is packed; `choose`: what multiplies each format. Raises ValueError for a model that
+        `unfit` names."""
         hidden, inner = tensors.embedding.shape[1], tensors.intermediate_size
         reason = unfit(specs, hidden, inner)
         if reason is not None:
@@ -105,11 +125,13 @@ class NativeDecoder:
         self._library = library
         self._team = team
         self._spec = specs[0]
+        self._format_of = format_of
         self._hidden, self._inner, self._vocab = hidden, inner, tensors.embedding.shape[0]
         self._epsilon = tensors.norm_epsilon
-        self._cos, self._sin = tensors.cos.contiguous(), tensors.sin.contiguous()
-        self._owned: list[torch.Tensor] = []  # what the pointers below point into
-        self._embedding = self._own(tensors.embedding.to(torch.bfloat16))
+        self._owned: list[torch.Tensor | PackedMatrix] = []  # what the pointers below point into
+        self._cos, self._sin = self._float(tensors.cos), self._float(tensors.sin)
+        self._embedding = self._own(tensors.embedding)
+        self._embedding_dtype = KV_DTYPES[tensors.embedding.dtype]
         self._head = self._pack(tensors.head)
         self._norm = self._float(tensors.norm)
         self._layers = (_LayerWeights * len(specs))()
@@ -127,6 +149,20 @@ class NativeDecoder:
                 window=spec.window or 0,
             )
 
+        self._choices = (MethodStruct * len(Format))()
+        for matrix_format in self.formats:
+            self._choices[matrix_format] = choose(matrix_format).struct()
+
+    @property
+    def formats(self) -> tuple[Format, ...]:
+        """The formats that the weights are packed in."""
+        return tuple(sorted({owned.format for owned in self._owned if isinstance(owned, PackedMatrix)}))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of packed matrices."""
+        return sum(owned.nbytes for owned in self._owned if isinstance(owned, PackedMatrix))
+
     def _own(self, tensor: torch.Tensor) -> int:
         tensor = tensor.contiguous()
         self._owned.append(tensor)
@@ -135,27 +171,20 @@ class NativeDecoder:
     def _float(self, tensor: torch.Tensor | None) -> int | None:
         return None if tensor is None else self._own(tensor.float())
 
-    def _pack(self, weight: torch.Tensor, *, paired: bool = False) -> int:
-        weight = weight.to(torch.bfloat16).contiguous()
-        rows, columns = weight.shape
-        packed = torch.empty(self._library.packed_size(rows, columns) + 32, dtype=torch.bfloat16)
-        packed = packed[-packed.data_ptr() % 64 // 2 :]  # tiles are read a cache line at a time
-        self._library.pack(weight.data_ptr(), rows, columns, paired, packed.data_ptr())
-        return self._own(packed)
+    def _pack(self, weight: Weight, *, paired: bool = False) -> MatrixStruct:
+        packed = pack(self._library, weight, self._format_of(weight), paired=paired)
+        self._owned.append(packed)
+        return packed.struct
 
     def run(self, batch: StepBatch, kv: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        """Computes a batch, writing its KV. kv: bfloat16 [block][layer][k, v][kv head][token][dim].
+        """Computes a batch, writing its KV. kv: [block][layer][k, v][kv head][token][dim] (interface.py).
 
         Returns the logits that follow the tokens in `rows` of the batch, float32 [len(rows), vocabulary]. Positions must lie
         within the tables of cosines and ids within the vocabulary; they are not checked.
         """
-        spec, tokens = self._spec, batch.num_tokens
-        width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-        halves = tokens * (self._hidden + width + 2 * spec.num_heads * spec.head_dim + self._inner)
-        workspace = torch.empty(tokens * self._hidden + halves // 2 + 64, dtype=torch.float32)
+        spec = self._spec
         logits = torch.empty((len(rows), self._vocab), dtype=torch.float32)
         logit_rows = torch.tensor(rows, dtype=torch.int64)
-        cos, sin = self._cos[batch.positions], self._sin[batch.positions]
         block, layer, side, head, token, _ = kv.stride()
         attention = AttentionArgs(
             kv=kv.data_ptr(),
@@ -173,6 +202,7 @@ class NativeDecoder:
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             block_size=kv.shape[4],
+            dtype=KV_DTYPES[kv.dtype],
             scale=spec.scale,
         )
         args = _ForwardArgs(
@@ -182,20 +212,22 @@ class NativeDecoder:
             head=self._head,
             final_norm=self._norm,
             token_ids=batch.token_ids.data_ptr(),
+            positions=batch.positions.data_ptr(),
             slots=batch.slots.data_ptr(),
-            cos=cos.data_ptr(),
-            sin=sin.data_ptr(),
+            cos=self._cos,
+            sin=self._sin,
             logit_rows=logit_rows.data_ptr(),
             logits=logits.data_ptr(),
-            workspace=workspace.data_ptr(),
             kv_layer=layer,
             num_layers=len(self._layers),
-            num_tokens=tokens,
+            num_tokens=batch.num_tokens,
             hidden=self._hidden,
             intermediate=self._inner,
             vocab=self._vocab,
             num_logit_rows=len(rows),
+            embedding_dtype=self._embedding_dtype,
             norm_epsilon=self._epsilon,
+            choices=self._choices,
         )
         status = self._library.forward(args)
         if status != 0:

@@ -7,16 +7,18 @@ from pathlib import Path
 
 import torch
 
+from engine.kernels import int8_kv
 from engine.kernels.cpu.library import AttentionArgs, Library, Team, WriteArgs, load_library
 from engine.kernels.interface import AttentionSpec, StepBatch
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+KV_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 
 
 class CpuAttention:
     """Paged attention in C++: prefill over a cached prefix and decode in one call, parallel over sequences, heads and keys.
 
-    Computes in float32 (bfloat16 products on AMX) whatever the KV dtype is.
+    Computes in float32 (bfloat16 products on AMX) whatever the KV dtype is. What the layers compute in another dtype
+    is converted to the KV's, beside int8 KV to float32.
     """
 
     name = "cpu"
@@ -37,49 +39,53 @@ class CpuAttention:
         return self.library.has_amx
 
     def write(self, kv: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: StepBatch) -> None:
-        """Stores k and v, both [T, kv heads, dim], in the slots of `batch`. kv: [block, 2, kv head, token, dim]."""
+        """Stores k and v, both [T, kv heads, dim], in the slots of `batch`. kv: see engine/kernels/interface.py.
+
+        Raises ValueError for a dtype or layout the kernel does not take.
+        """
+        dtype, dim = _kv_layout(kv)
+        io = _io_dtype(kv)
+        k, v = k.to(io), v.to(io)
+        if k.shape[2] != dim:
+            raise ValueError(f"keys have {k.shape[2]} dims, but KV memory {dim}")
         if k.stride(2) != 1:
             k = k.contiguous()
         if v.stride(2) != 1:
             v = v.contiguous()
-        if not k.dtype == v.dtype == kv.dtype:
-            raise ValueError(f"keys, values and KV memory must be of one dtype, not {k.dtype}, {v.dtype}, {kv.dtype}")
-        kv_stride = kv.stride()
-        self.library.write(
+        status = self.library.write(
             WriteArgs(
                 kv=kv.data_ptr(),
                 k=k.data_ptr(),
                 v=v.data_ptr(),
                 slots=batch.slots.data_ptr(),
-                kv_block=kv_stride[0],
-                kv_side=kv_stride[1],
-                kv_head=kv_stride[2],
-                kv_token=kv_stride[3],
+                kv_block=kv.stride(0),
+                kv_side=kv.stride(1),
+                kv_head=kv.stride(2),
+                kv_token=dim if kv.dtype == torch.int8 else kv.stride(3),
                 k_token=k.stride(0),
                 k_head=k.stride(1),
                 v_token=v.stride(0),
                 v_head=v.stride(1),
                 tokens=k.shape[0],
                 kv_heads=k.shape[1],
-                dim=k.shape[2],
+                dim=dim,
                 block_size=kv.shape[3],
-                size=kv.element_size(),
+                size=k.element_size(),
+                dtype=dtype,
             )
         )
+        if status != 0:
+            raise ValueError(f"the CPU kernel was built for another head_dim than {dim}")
 
     def attend(self, q: torch.Tensor, kv: torch.Tensor, spec: AttentionSpec, batch: StepBatch) -> torch.Tensor:
         """q: [T, heads, dim] -> [T, heads, dim]. Raises ValueError for a dtype or layout the kernel does not take."""
-        dtype = _DTYPES.get(q.dtype)
-        if dtype is None or kv.dtype != q.dtype:
-            raise ValueError(
-                f"the CPU kernel takes float32, bfloat16 or float16 q and KV of one dtype, not {q.dtype}, {kv.dtype}"
-            )
+        dtype, dim = _kv_layout(kv)
+        asked, q = q.dtype, q.to(_io_dtype(kv))
+        if dim != spec.head_dim:
+            raise ValueError(f"the heads have {spec.head_dim} dims, but KV memory {dim}")
         if q.stride(2) != 1:
             q = q.contiguous()
-        if kv.stride(4) != 1:
-            raise ValueError("the dims of one token must be contiguous in KV memory")
         out = torch.empty(q.shape, dtype=q.dtype)
-        kv_stride = kv.stride()
         args = AttentionArgs(
             q=q.data_ptr(),
             kv=kv.data_ptr(),
@@ -89,10 +95,10 @@ class CpuAttention:
             block_tables=batch.block_tables.data_ptr(),
             q_token=q.stride(0),
             q_head=q.stride(1),
-            kv_block=kv_stride[0],
-            kv_side=kv_stride[1],
-            kv_head=kv_stride[2],
-            kv_token=kv_stride[3],
+            kv_block=kv.stride(0),
+            kv_side=kv.stride(1),
+            kv_head=kv.stride(2),
+            kv_token=dim if kv.dtype == torch.int8 else kv.stride(3),
             out_token=out.stride(0),
             out_head=out.stride(1),
             table_stride=batch.block_tables.stride(0),
@@ -109,4 +115,21 @@ class CpuAttention:
         status = self.library.attention(args)
         if status != 0:
             raise ValueError(f"the CPU kernel was built for another head_dim than {spec.head_dim}")
-        return out
+        return out.to(asked)
+
+
+def _io_dtype(kv: torch.Tensor) -> torch.dtype:
+    return torch.float32 if kv.dtype == torch.int8 else kv.dtype
+
+
+def _kv_layout(kv: torch.Tensor) -> tuple[int, int]:
+    """The kernel's number for the dtype, and the dims of a head. Raises ValueError for what it does not take."""
+    dtype = KV_DTYPES.get(kv.dtype)
+    if dtype is None:
+        raise ValueError(f"the CPU kernel takes float32, bfloat16, float16 or int8 KV, not {kv.dtype}")
+    if kv.stride(4) != 1:
+        raise ValueError("the dims of one token must be contiguous in KV memory")
+    if kv.dtype != torch.int8:
+        return dtype, kv.shape[4]
+    int8_kv.scales(kv)  # raises where codes and scales are no run of bytes
+    return dtype, kv.shape[4] - int8_kv.SCALE_BYTES

@@ -42,37 +42,40 @@ int turnkeep_attention(const turnkeep::AttentionArgs* a) {
         case 0: turnkeep::attention<float>(*a); return 0;
         case 1: turnkeep::attention<turnkeep::BFloat16>(*a); return 0;
         case 2: turnkeep::attention<turnkeep::Float16>(*a); return 0;
+        case 3: turnkeep::attention<turnkeep::Int8>(*a); return 0;
     }
     return 2;
 }
 
-// Stores k and v, [tokens][kv head][dim] with the given strides (elements of `size` bytes), in their slots.
-void turnkeep_write(const turnkeep::WriteArgs* w) {
-    for (int64_t t = 0; t < w->tokens; t++) {
-        const int64_t block = w->slots[t] / w->block_size, offset = w->slots[t] % w->block_size;
-        char* to = w->kv + (block * w->kv_block + offset * w->kv_token) * w->size;
-        for (int64_t h = 0; h < w->kv_heads; h++) {
-            memcpy(to + h * w->kv_head * w->size, w->k + (t * w->k_token + h * w->k_head) * w->size, w->dim * w->size);
-            memcpy(to + (w->kv_side + h * w->kv_head) * w->size, w->v + (t * w->v_token + h * w->v_head) * w->size,
-                   w->dim * w->size);
-        }
-    }
+// Stores k and v, [tokens][kv head][dim] with the given strides, in their slots. 0: done; 1: built for another head_dim.
+int turnkeep_write(const turnkeep::WriteArgs* w) {
+    if (w->dim != TURNKEEP_HEAD_DIM) return 1;
+    turnkeep::write_rows<TURNKEEP_HEAD_DIM>(*w);
+    return 0;
 }
 
-// Packs a row-major bfloat16 matrix [n, k] for turnkeep_forward; `out` holds turnkeep_packed_size(n, k) elements.
-int64_t turnkeep_packed_size(int64_t n, int64_t k) { return turnkeep::packed_size(n, k); }
-void turnkeep_pack(const uint16_t* w, int64_t n, int64_t k, int paired, uint16_t* out) { turnkeep::pack(w, n, k, paired, out); }
+// Packs a matrix (matrix.h); `out` of the arguments holds turnkeep_matrix_bytes(format, n, k).
+int64_t turnkeep_matrix_bytes(int64_t format, int64_t n, int64_t k) { return turnkeep::matrix_bytes(format, n, k); }
+void turnkeep_pack_matrix(const turnkeep::PackArgs* p) { turnkeep::pack_matrix(*p); }
 
-// One forward pass. 0: done; 1: built for another head_dim; 3: this machine has no AMX.
+// Whether this build on this machine multiplies a format by a method (product.h).
+int turnkeep_has_method(int64_t format, int32_t method) { return turnkeep::has_method(format, method, turnkeep::amx_allowed); }
+
+// out [m, n] = x [m, k] W^T, float32 rows.
+void turnkeep_multiply(const turnkeep::MultiplyArgs* a) { turnkeep::multiply_rows(*a); }
+
+// One forward pass. 0: done; 1: built for another head_dim; 2: unknown KV dtype.
 int turnkeep_forward(const turnkeep::ForwardArgs* f) {
-    if (f->attention.head_dim != TURNKEEP_HEAD_DIM) return 1;
-#ifdef TURNKEEP_AMX
-    if constexpr (TURNKEEP_HEAD_DIM % 32 == 0) {
-        if (!turnkeep::amx_allowed) return 3;
-        turnkeep::forward<TURNKEEP_HEAD_DIM>(*f);
-        return 0;
+    using namespace turnkeep;
+    constexpr int D = TURNKEEP_HEAD_DIM;
+    if (f->attention.head_dim != D) return 1;
+    const bool amx = amx_allowed.load(std::memory_order_relaxed);
+    switch (f->attention.dtype) {
+        case 0: ForwardPass<D>(*f, memory_of<D, float>()).run(amx); return 0;
+        case 1: ForwardPass<D>(*f, memory_of<D, BFloat16>()).run(amx); return 0;
+        case 2: ForwardPass<D>(*f, memory_of<D, Float16>()).run(amx); return 0;
+        case 3: ForwardPass<D>(*f, memory_of<D, Int8>()).run(amx); return 0;
     }
-#endif
-    return 3;
+    return 2;
 }
 }

@@ -17,8 +17,13 @@ import tempfile
 import weakref
 from pathlib import Path
 
-SOURCES = ("vectors.h", "attention.h", "attention_amx.h", "attention_plan.h", "decoder.h", "library.cpp", "team.h", "tiles.h")
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno")
+SOURCES = (
+    *("vectors.h", "kv_rows.h", "attention.h", "attention_amx.h", "attention_plan.h"),
+    *("matrix.h", "operand.h", "product.h", "product_amx.h", "product_fma.h", "product_halves.h", "product_int8.h"),
+    *("decoder.h", "library.cpp", "team.h", "tiles.h", "tiles_emulated.h"),
+)
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno")
+NATIVE = "native"
 BUILD_TIMEOUT = 300.0
 _DIGEST_BYTES = 32
 
@@ -31,7 +36,7 @@ _pointer, _int64, _int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
 
 class AttentionArgs(ctypes.Structure):
-    """Mirrors AttentionArgs of attention.h."""
+    """Mirrors AttentionArgs of kv_rows.h."""
 
     _fields_ = (
         *((name, _pointer) for name in ("q", "kv", "out", "query_start", "context_lens", "block_tables")),
@@ -47,13 +52,14 @@ class AttentionArgs(ctypes.Structure):
 
 
 class WriteArgs(ctypes.Structure):
-    """Mirrors WriteArgs of attention.h."""
+    """Mirrors WriteArgs of kv_rows.h."""
 
     _fields_ = (
         *((name, _pointer) for name in ("kv", "k", "v", "slots")),
         *((name, _int64) for name in ("kv_block", "kv_side", "kv_head", "kv_token")),
         *((name, _int64) for name in ("k_token", "k_head", "v_token", "v_head")),
         *((name, _int64) for name in ("tokens", "kv_heads", "dim", "block_size", "size")),
+        ("dtype", _int32),
     )
 
 
@@ -83,15 +89,20 @@ class Library:
             self._dll = ctypes.CDLL(str(path))
         except OSError as error:
             raise KernelBuildError(f"the built kernels at {path} cannot be loaded: {error}") from error
+        self.path = path
         self._attention = self._dll.turnkeep_attention
         self._attention.argtypes = (ctypes.POINTER(AttentionArgs),)
         self._attention.restype = ctypes.c_int
         self._write = self._dll.turnkeep_write
-        self._write.argtypes, self._write.restype = (ctypes.POINTER(WriteArgs),), None
-        self._packed_size = self._dll.turnkeep_packed_size
-        self._packed_size.argtypes, self._packed_size.restype = (_int64, _int64), _int64
-        self._pack = self._dll.turnkeep_pack
-        self._pack.argtypes, self._pack.restype = (_pointer, _int64, _int64, ctypes.c_int, _pointer), None
+        self._write.argtypes, self._write.restype = (ctypes.POINTER(WriteArgs),), ctypes.c_int
+        self._matrix_bytes = self._dll.turnkeep_matrix_bytes
+        self._matrix_bytes.argtypes, self._matrix_bytes.restype = (_int64, _int64, _int64), _int64
+        self._pack_matrix = self._dll.turnkeep_pack_matrix
+        self._pack_matrix.argtypes, self._pack_matrix.restype = (_pointer,), None
+        self._has_method = self._dll.turnkeep_has_method
+        self._has_method.argtypes, self._has_method.restype = (_int64, _int32), ctypes.c_int
+        self._multiply = self._dll.turnkeep_multiply
+        self._multiply.argtypes, self._multiply.restype = (_pointer,), None
         self._forward = self._dll.turnkeep_forward
         self._forward.argtypes, self._forward.restype = (_pointer,), ctypes.c_int
         self.has_amx = bool(self._dll.turnkeep_init())
@@ -100,17 +111,25 @@ class Library:
         """A new team of `threads` threads, the calling one among them."""
         return Team(self._dll, threads)
 
-    def write(self, args: WriteArgs) -> None:
-        """Stores one step's keys and values."""
-        self._write(args)
+    def write(self, args: WriteArgs) -> int:
+        """Stores one step's keys and values. 0 on success."""
+        return int(self._write(args))
 
-    def packed_size(self, rows: int, columns: int) -> int:
-        """Elements that a packed matrix takes."""
-        return int(self._packed_size(rows, columns))
+    def matrix_bytes(self, matrix_format: int, rows: int, columns: int) -> int:
+        """Bytes that a packed matrix takes (matrix.h)."""
+        return int(self._matrix_bytes(matrix_format, rows, columns))
 
-    def pack(self, weight: int, rows: int, columns: int, paired: bool, packed: int) -> None:
-        """Packs the row-major bfloat16 matrix at address `weight` into `packed` (decoder.h says how)."""
-        self._pack(weight, rows, columns, int(paired), packed)
+    def pack_matrix(self, args: ctypes.Structure) -> None:
+        """Packs a matrix (PackArgs of matrix.h)."""
+        self._pack_matrix(ctypes.byref(args))
+
+    def has_method(self, matrix_format: int, method: int) -> bool:
+        """Whether this build on this machine multiplies a format by a method (product.h)."""
+        return bool(self._has_method(matrix_format, method))
+
+    def multiply(self, args: ctypes.Structure) -> None:
+        """One product (MultiplyArgs of product.h); the GIL is released meanwhile."""
+        self._multiply(ctypes.byref(args))
 
     def forward(self, args: ctypes.Structure) -> int:
         """Runs one forward pass (ForwardArgs of decoder.h); the GIL is released meanwhile. 0 on success."""
@@ -145,21 +164,28 @@ def _processor() -> str:
     return repr(sorted(first.items()))
 
 
-def _key(compiler: str, head_dim: int) -> str:
+def _flags(march: str) -> tuple[str, ...]:
+    return (*FLAGS, *(f"-march={word}" if index == 0 else word for index, word in enumerate(march.split())))
+
+
+def _key(compiler: str, head_dim: int, march: str) -> str:
     digest = hashlib.sha256()
     try:
         version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False, timeout=30).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KernelBuildError(f"the C++ compiler {compiler} cannot be run: {error}") from error
-    for part in (version, _processor(), " ".join(FLAGS), str(head_dim)):
+    for part in (version, _processor(), " ".join(_flags(march)), str(head_dim)):
         digest.update(part.encode() + b"\x00")
     for name in SOURCES:
         digest.update((Path(__file__).parent / name).read_bytes() + b"\x00")
     return digest.hexdigest()[:24]
 
 
-def load_library(head_dim: int, cache_dir: Path) -> Library:
+def load_library(head_dim: int, cache_dir: Path, march: str = NATIVE) -> Library:
     """The kernels for `head_dim` (a multiple of 16 up to 256), built into `cache_dir` when they are not there yet.
+
+    `march`: what the compiler is told of the processor, the value of -march and whatever options follow it after spaces. Other
+    than native is for tests: it builds the code of lesser machines, which this one then runs.
 
     Two processes may build at once: each builds under a name of its own and renames. A file that is not as it was built (the
     disk was full, the power failed, somebody copied half of it) is built again. Raises KernelBuildError.
@@ -167,9 +193,9 @@ def load_library(head_dim: int, cache_dir: Path) -> Library:
     if head_dim % 16 or not 16 <= head_dim <= 256:
         raise KernelBuildError(f"head_dim {head_dim} is no multiple of 16 between 16 and 256")
     compiler = _compiler()
-    target = cache_dir / f"kernels-{_key(compiler, head_dim)}.so"
+    target = cache_dir / f"kernels-{_key(compiler, head_dim, march)}.so"
     if not _is_whole(target):
-        _build(compiler, head_dim, target)
+        _build(compiler, head_dim, march, target)
     return Library(target)
 
 
@@ -192,7 +218,7 @@ def _seal(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _build(compiler: str, head_dim: int, target: Path) -> None:
+def _build(compiler: str, head_dim: int, march: str, target: Path) -> None:
     source = Path(__file__).parent / "library.cpp"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -201,7 +227,7 @@ def _build(compiler: str, head_dim: int, target: Path) -> None:
     except OSError as error:
         raise KernelBuildError(f"the kernel cache {target.parent} cannot be written: {error}") from error
     part = Path(name)
-    command = [compiler, *FLAGS, f"-DTURNKEEP_HEAD_DIM={head_dim}", str(source), "-o", str(part)]
+    command = [compiler, *_flags(march), f"-DTURNKEEP_HEAD_DIM={head_dim}", str(source), "-o", str(part)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=BUILD_TIMEOUT)
         if done.returncode != 0:

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -38,6 +39,16 @@ class Team {
     }
 
     int size() const { return int(helpers_.size()) + 1; }
+
+    // Memory for what threads share during a pass, 64 bytes aligned; it stays from one pass to the next. Only within a Pass.
+    char* memory(int64_t bytes) {
+        if (memory_size_ < bytes) {
+            memory_.reset();
+            memory_.reset(new char[bytes + 64]);
+            memory_size_ = bytes;
+        }
+        return memory_.get() + (64 - reinterpret_cast<uintptr_t>(memory_.get()) % 64) % 64;
+    }
 
     // A pass keeps the helpers awake from its first phase to its last. One thread at a time may have one.
     class Pass {
@@ -149,7 +160,18 @@ class Team {
     uint64_t phase_ = 0;
     void (*call_)(void*, int64_t) = nullptr;
     void* context_ = nullptr;
+    std::unique_ptr<char[]> memory_;
+    int64_t memory_size_ = 0;
     std::vector<std::thread> helpers_;
+};
+
+// One thread by itself, with the interface of a Team.
+struct Alone {
+    int size() const { return 1; }
+    template <class Work>
+    void run(int64_t chunks, const Work& work) const {
+        for (int64_t i = 0; i < chunks; i++) work(i);
+    }
 };
 
 }  // namespace turnkeep

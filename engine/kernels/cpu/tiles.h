@@ -1,4 +1,5 @@
-// The AMX tile registers of this thread: who configured them last, and how. Everything here is empty where there is no AMX.
+// The AMX tile registers of this thread: who configured them last, and how. Everything here is empty where there is no AMX,
+// real or emulated.
 #pragma once
 #include <cstdint>
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
@@ -6,17 +7,25 @@
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(TURNKEEP_EMULATE_AMX) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#define TURNKEEP_AMX 1
+#define TURNKEEP_AMX_EMULATED 1
+#include "tiles_emulated.h"
 #endif
 
 namespace turnkeep {
 
 #ifdef TURNKEEP_AMX
 
+#ifdef TURNKEEP_AMX_EMULATED
+static inline bool request_amx() { return true; }
+#else
 // Linux hands out the tile registers on request, once a process.
 static inline bool request_amx() {
     constexpr int kArchReqXcompPerm = 0x1023, kTileData = 18;
     return syscall(SYS_arch_prctl, kArchReqXcompPerm, kTileData) == 0;
 }
+#endif
 
 // Tile roles: 0..3 accumulate (rows x columns), 4 and 5 hold the left operand, 6 and 7 the right one. Tiles 0, 1 and 4 have `upper`
 // rows, 2, 3 and 5 `lower`; a row is 64 bytes.

@@ -13,11 +13,17 @@ typedef int32_t IVec __attribute__((vector_size(64)));
 typedef uint32_t UVec __attribute__((vector_size(64)));
 typedef uint16_t HVec __attribute__((vector_size(32)));
 typedef _Float16 FVec __attribute__((vector_size(32)));
+typedef int8_t BVec __attribute__((vector_size(16)));
 
 struct BFloat16 {
     uint16_t bits;
 };
 typedef _Float16 Float16;
+
+// A code of symmetrical quantisation: its vector's scale, kept elsewhere, multiplies it.
+struct Int8 {
+    int8_t code;
+};
 
 static inline Vec splat(float x) { return x - (Vec){}; }
 
@@ -40,6 +46,12 @@ static inline Vec load(const Float16* p) {
     FVec h;
     memcpy(&h, p, sizeof h);
     return __builtin_convertvector(h, Vec);
+}
+
+static inline Vec load(const Int8* p) {
+    BVec b;
+    memcpy(&b, p, sizeof b);
+    return __builtin_convertvector(__builtin_convertvector(b, IVec), Vec);
 }
 
 static inline void store(float* p, Vec v) { memcpy(p, &v, sizeof v); }

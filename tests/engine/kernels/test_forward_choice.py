@@ -34,20 +34,32 @@ def choose(path, dtype, kernel_dir, **settings):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler on this machine")
 @pytest.mark.usefixtures("one_thread")
-def test_float32_runs_its_layers_around_the_cpp_kernel_and_bfloat16_runs_natively(tiny_checkpoint, tmp_path, caplog):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_whole_pass_runs_in_cpp_and_one_line_says_how(tiny_checkpoint, tmp_path, caplog, dtype):
     caplog.set_level(logging.INFO, logger="engine.forward_choice")
     path = tiny_checkpoint("llama", **FITS)
-    layered = choose(path, torch.float32, tmp_path)
-    assert isinstance(layered, LayeredForward)
-    assert isinstance(layered.kernel, CpuAttention)
-    whole = choose(path, torch.bfloat16, tmp_path)
-    if layered.kernel.has_amx:
-        assert isinstance(whole, NativeDecoder)
-        assert "whole forward pass" in caplog.records[-1].message
-    else:
-        assert isinstance(whole, LayeredForward)
-        assert "AMX" in caplog.records[-1].message
-    assert len(caplog.records) == 2
+    chosen = choose(path, dtype, tmp_path)
+    assert isinstance(chosen, NativeDecoder)
+    (record,) = caplog.records
+    assert "runs in C++ on 1 threads" in record.message
+    assert ("float32 by fma" in record.message) == (dtype == torch.float32)
+    # What was measured is kept: the next start reads it.
+    (kept,) = tmp_path.glob("*.methods.json")
+    before = kept.stat().st_mtime_ns
+    again = choose(path, dtype, tmp_path)
+    assert again.formats == chosen.formats
+    assert kept.stat().st_mtime_ns == before
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler on this machine")
+@pytest.mark.usefixtures("one_thread")
+def test_a_model_that_cannot_run_whole_has_its_attention_in_cpp(tiny_checkpoint, tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="engine.forward_choice")
+    chosen = choose(tiny_checkpoint("llama", **FITS, attention_bias=True), torch.float32, tmp_path)
+    assert isinstance(chosen, LayeredForward)
+    assert isinstance(chosen.kernel, CpuAttention)
+    (record,) = caplog.records
+    assert "biases" in record.message
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -76,12 +76,12 @@ def test_a_quantised_layer_makes_its_weights_when_it_is_called(tiny_checkpoint):
     weight, bias = torch.randn(24, 64), torch.randn(24)
     matrix = quantize_int8(weight)
     layer = Linear.of_quantized(matrix, torch.float32, bias)
-    assert layer._weight is None
+    assert layer._ready is None
     assert torch.equal(layer.plain_weight(), matrix.dequantize())
-    assert layer._weight is None
+    assert layer._ready is None
     x = torch.randn(5, 64)
     torch.testing.assert_close(layer(x), x @ matrix.dequantize().T + bias)
-    assert layer._weight is not None
+    assert layer._ready is not None
     assert torch.equal(layer.plain_weight(), matrix.dequantize())
     assert torch.equal(layer(x[:1]), layer(x)[:1])
     assert layer(x[:0]).shape == (0, 24)
