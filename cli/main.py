@@ -13,6 +13,7 @@ COMMANDS = {
     "bench": "cli.bench",
     "replay": "cli.replay",
     "demo": "cli.demo",
+    "bench": "cli.bench",
 }
 
 
