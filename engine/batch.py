@@ -11,6 +11,24 @@ from engine.kernels.interface import StepBatch
 from engine.scheduler import ScheduledSequence
 
 
+def single_batch(table: SequenceOf[int], start: int, count: int, block_size: int) -> StepBatch:
+    """Positions `start` to `start + count` of one sequence whose blocks are `table`, all of them token 0, on the CPU: for
+    measuring and warming up."""
+    positions = np.arange(start, start + count, dtype=np.int64)
+    blocks = np.asarray(table, dtype=np.int32)
+    slots = blocks[positions // block_size].astype(np.int64) * block_size + positions % block_size
+    return StepBatch(
+        token_ids=torch.zeros(count, dtype=torch.int64),
+        positions=torch.from_numpy(positions),
+        slots=torch.from_numpy(slots),
+        query_start=torch.tensor([0, count], dtype=torch.int32),
+        context_lens=torch.tensor([start + count], dtype=torch.int32),
+        block_tables=torch.from_numpy(blocks).unsqueeze(0),
+        query_start_list=(0, count),
+        context_lens_list=(start + count,),
+    )
+
+
 def build_batch(scheduled: SequenceOf[ScheduledSequence], block_size: int, device: torch.device) -> StepBatch:
     """The ragged batch of at least one scheduled sequence, in their order."""
     starts = [0]
