@@ -33,7 +33,7 @@ def warm_up(runner: Runner, sampler: Sampler, num_blocks: int, block_size: int, 
     states = [SamplingState(params, prompt, 0, 0, ()) for params in _KINDS]
     steps = [(0, tokens), (tokens - 1, 1)]
     for start, count in steps:
-        logits = runner.run(single_batch(blocks, start, count, block_size), [count - 1])
+        logits = runner.run(single_batch(blocks, start, count, block_size, runner.device), [count - 1])
         bitmask = torch.full((len(states), -(-logits.shape[1] // 32)), -1, dtype=torch.int32)
         rows = logits.expand(len(states), -1).contiguous()
         sampler.sample(rows, states)

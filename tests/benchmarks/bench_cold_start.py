@@ -82,7 +82,12 @@ def start_serve(replicas: int, model: Path, cache: Path, log: Path) -> Start:
                 raise SystemExit(f"the gateway did not start:\n{log.read_text()}")
             time.sleep(0.02)
         ready = time.monotonic() - began
-        body = {"model": model.name, "messages": [{"role": "user", "content": "Name a colour."}], "stream": True, "max_tokens": 4}
+        body = {
+            "model": model.name,
+            "messages": [{"role": "user", "content": "Name a colour."}],
+            "stream": True,
+            "max_tokens": 4,
+        }
         first = stream_until(address, "/v1/chat/completions", body, lambda text: has_content(text)) - began
         while is_loading(log, replicas):  # the replicas that were not needed for the first answer
             time.sleep(0.05)
