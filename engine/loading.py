@@ -13,7 +13,7 @@ from engine.checkpoints.errors import CheckpointError
 from engine.checkpoints.progress import Report, silent
 from engine.config import ConfigError, EngineConfig
 from engine.engine import Engine
-from engine.forward_choice import choose_forward
+from engine.forward_choice import choose_forward, row_chooser
 from engine.kv_memory import KVBudget, kv_budget
 from engine.measurements import Measurements
 from engine.models.registry import LoadedModel, load_model
@@ -65,7 +65,7 @@ def load_engine(
     clock.enter("compile")
     forward = choose_forward(config, model.decoder, cache / "kernels")
     clock.enter("warm_up")
-    sampler = Sampler(spec.vocab_size, model.decoder.device)
+    sampler = Sampler(spec.vocab_size, model.decoder.device, row_chooser(forward))
     budget = kv_budget(config, model, forward, sampler, Measurements(cache / "measurements"))
     max_model_len = _max_model_len(config, model, budget)
     logger.info("%s", budget.describe(config.block_size, max_model_len))

@@ -127,6 +127,16 @@ class NativeDecoder:
                 window=spec.window or 0,
             )
 
+    @property
+    def library(self) -> Library:
+        """What it was built with."""
+        return self._library
+
+    @property
+    def team(self) -> Team:
+        """The threads that it computes on."""
+        return self._team
+
     def _own(self, tensor: torch.Tensor) -> int:
         tensor = tensor.contiguous()
         self._owned.append(tensor)

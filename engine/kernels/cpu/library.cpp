@@ -4,6 +4,7 @@
 
 #include "attention_plan.h"
 #include "decoder.h"
+#include "sampling.h"
 
 namespace turnkeep {
 namespace {
@@ -58,6 +59,9 @@ void turnkeep_write(const turnkeep::WriteArgs* w) {
         }
     }
 }
+
+// Chooses a token for every row of logits.
+void turnkeep_sample(const turnkeep::SampleArgs* a) { turnkeep::sample(*a); }
 
 // Packs a row-major bfloat16 matrix [n, k] for turnkeep_forward; `out` holds turnkeep_packed_size(n, k) elements.
 int64_t turnkeep_packed_size(int64_t n, int64_t k) { return turnkeep::packed_size(n, k); }

@@ -17,7 +17,17 @@ import tempfile
 import weakref
 from pathlib import Path
 
-SOURCES = ("vectors.h", "attention.h", "attention_amx.h", "attention_plan.h", "decoder.h", "library.cpp", "team.h", "tiles.h")
+SOURCES = (
+    "vectors.h",
+    "attention.h",
+    "attention_amx.h",
+    "attention_plan.h",
+    "decoder.h",
+    "library.cpp",
+    "sampling.h",
+    "team.h",
+    "tiles.h",
+)
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno")
 BUILD_TIMEOUT = 300.0
 _DIGEST_BYTES = 32
@@ -92,6 +102,8 @@ class Library:
         self._packed_size.argtypes, self._packed_size.restype = (_int64, _int64), _int64
         self._pack = self._dll.turnkeep_pack
         self._pack.argtypes, self._pack.restype = (_pointer, _int64, _int64, ctypes.c_int, _pointer), None
+        self._sample = self._dll.turnkeep_sample
+        self._sample.argtypes, self._sample.restype = (_pointer,), None
         self._forward = self._dll.turnkeep_forward
         self._forward.argtypes, self._forward.restype = (_pointer,), ctypes.c_int
         self.has_amx = bool(self._dll.turnkeep_init())
@@ -115,6 +127,10 @@ class Library:
     def forward(self, args: ctypes.Structure) -> int:
         """Runs one forward pass (ForwardArgs of decoder.h); the GIL is released meanwhile. 0 on success."""
         return int(self._forward(ctypes.byref(args)))
+
+    def sample(self, args: ctypes.Structure) -> None:
+        """Chooses tokens (SampleArgs of sampling.h); the GIL is released meanwhile."""
+        self._sample(ctypes.byref(args))
 
     def attention(self, args: AttentionArgs) -> int:
         """Runs one attention call; the GIL is released meanwhile. 0 on success."""
