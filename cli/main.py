@@ -13,7 +13,6 @@ COMMANDS = {
     "bench": "cli.bench",
     "replay": "cli.replay",
     "demo": "cli.demo",
-    "bench": "cli.bench",
 }
 
 

@@ -4,6 +4,7 @@
 
 #include "attention_plan.h"
 #include "decoder.h"
+#include "sampling.h"
 
 namespace turnkeep {
 namespace {
@@ -57,6 +58,9 @@ int turnkeep_write(const turnkeep::WriteArgs* w) {
 // Packs a matrix (matrix.h); `out` of the arguments holds turnkeep_matrix_bytes(format, n, k).
 int64_t turnkeep_matrix_bytes(int64_t format, int64_t n, int64_t k) { return turnkeep::matrix_bytes(format, n, k); }
 void turnkeep_pack_matrix(const turnkeep::PackArgs* p) { turnkeep::pack_matrix(*p); }
+
+// Chooses a token for every row of logits.
+void turnkeep_sample(const turnkeep::SampleArgs* a) { turnkeep::sample(*a); }
 
 // Whether this build on this machine multiplies a format by a method (product.h).
 int turnkeep_has_method(int64_t format, int32_t method) { return turnkeep::has_method(format, method, turnkeep::amx_allowed); }

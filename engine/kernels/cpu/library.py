@@ -21,7 +21,7 @@ from pathlib import Path
 SOURCES = (
     *("vectors.h", "kv_rows.h", "attention.h", "attention_amx.h", "attention_plan.h"),
     *("matrix.h", "operand.h", "product.h", "product_amx.h", "product_fma.h", "product_halves.h", "product_int8.h"),
-    *("decoder.h", "library.cpp", "team.h", "tiles.h", "tiles_emulated.h"),
+    *("decoder.h", "library.cpp", "sampling.h", "team.h", "tiles.h", "tiles_emulated.h"),
 )
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno")
 NATIVE = "native"
@@ -104,6 +104,8 @@ class Library:
         self._has_method.argtypes, self._has_method.restype = (_int64, _int32), ctypes.c_int
         self._multiply = self._dll.turnkeep_multiply
         self._multiply.argtypes, self._multiply.restype = (_pointer,), None
+        self._sample = self._dll.turnkeep_sample
+        self._sample.argtypes, self._sample.restype = (_pointer,), None
         self._forward = self._dll.turnkeep_forward
         self._forward.argtypes, self._forward.restype = (_pointer,), ctypes.c_int
         self.has_amx = bool(self._dll.turnkeep_init())
@@ -135,6 +137,10 @@ class Library:
     def forward(self, args: ctypes.Structure) -> int:
         """Runs one forward pass (ForwardArgs of decoder.h); the GIL is released meanwhile. 0 on success."""
         return int(self._forward(ctypes.byref(args)))
+
+    def sample(self, args: ctypes.Structure) -> None:
+        """Chooses tokens (SampleArgs of sampling.h); the GIL is released meanwhile."""
+        self._sample(ctypes.byref(args))
 
     def attention(self, args: AttentionArgs) -> int:
         """Runs one attention call; the GIL is released meanwhile. 0 on success."""
