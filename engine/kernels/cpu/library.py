@@ -18,10 +18,10 @@ import weakref
 from pathlib import Path
 
 SOURCES = (
-    *("vectors.h", "kv_rows.h", "attention.h", "attention_amx.h", "attention_plan.h"),
+    *("vectors.h", "kv_rows.h", "attention.h", "attention_amx.h", "attention_many.h", "attention_plan.h"),
     *("decoder.h", "library.cpp", "team.h", "tiles.h", "tiles_emulated.h"),
 )
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-fvisibility=hidden")
 NATIVE = "native"
 BUILD_TIMEOUT = 300.0
 _DIGEST_BYTES = 32
@@ -99,6 +99,7 @@ class Library:
         self._pack.argtypes, self._pack.restype = (_pointer, _int64, _int64, ctypes.c_int, _pointer), None
         self._forward = self._dll.turnkeep_forward
         self._forward.argtypes, self._forward.restype = (_pointer,), ctypes.c_int
+        self.has_half_products = bool(self._dll.turnkeep_half_products())
         self.has_amx = bool(self._dll.turnkeep_init())
 
     def team(self, threads: int) -> Team:
