@@ -24,12 +24,23 @@ void attention(const AttentionArgs& a) {
 }  // namespace
 }  // namespace turnkeep
 
+// All else is hidden: what a thread keeps would otherwise be one for all libraries of a process, whose layouts differ.
+#pragma GCC visibility push(default)
 extern "C" {
 
 // What this build can use: 1 for AMX bfloat16 (asks the kernel for the tile registers), else 0.
 int turnkeep_init() {
     turnkeep::amx_allowed = turnkeep::request_amx();
     return turnkeep::amx_allowed ? 1 : 0;
+}
+
+// Whether attention over many rows takes its products in half precision (attention_many.h).
+int turnkeep_half_products() {
+#ifdef TURNKEEP_FP16
+    return 1;
+#else
+    return 0;
+#endif
 }
 
 // The threads that kernels run on; one call at a time uses them.
@@ -83,3 +94,4 @@ int turnkeep_forward(const turnkeep::ForwardArgs* f) {
     return 2;
 }
 }
+#pragma GCC visibility pop

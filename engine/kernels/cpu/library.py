@@ -18,12 +18,7 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
-SOURCES = (
-    *("vectors.h", "kv_rows.h", "attention.h", "attention_amx.h", "attention_plan.h"),
-    *("matrix.h", "operand.h", "product.h", "product_amx.h", "product_fma.h", "product_halves.h", "product_int8.h"),
-    *("decoder.h", "library.cpp", "sampling.h", "team.h", "tiles.h", "tiles_emulated.h"),
-)
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-fvisibility=hidden")
 NATIVE = "native"
 BUILD_TIMEOUT = 300.0
 _DIGEST_BYTES = 32
@@ -108,6 +103,7 @@ class Library:
         self._sample.argtypes, self._sample.restype = (_pointer,), None
         self._forward = self._dll.turnkeep_forward
         self._forward.argtypes, self._forward.restype = (_pointer,), ctypes.c_int
+        self.has_half_products = bool(self._dll.turnkeep_half_products())
         self.has_amx = bool(self._dll.turnkeep_init())
 
     def team(self, threads: int) -> Team:
