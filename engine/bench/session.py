@@ -160,4 +160,4 @@ def _gguf_bytes(config: BenchConfig) -> int | None:
     """Of the blocks that quantization gguf reads; None for other formats."""
     if config.quantization != "gguf":
         return None
-    return sum(file.stat().st_size for file in config.model.glob("*gguf*"))
+    return sum(file.stat().st_size for file in config.model.glob("quantized.safetensors"))
