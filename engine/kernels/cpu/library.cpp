@@ -63,6 +63,9 @@ void turnkeep_write(const turnkeep::WriteArgs* w) {
 // Chooses a token for every row of logits.
 void turnkeep_sample(const turnkeep::SampleArgs* a) { turnkeep::sample(*a); }
 
+// Log-probabilities of tokens.
+void turnkeep_report(const turnkeep::ReportArgs* r) { turnkeep::report(*r); }
+
 // Packs a row-major bfloat16 matrix [n, k] for turnkeep_forward; `out` holds turnkeep_packed_size(n, k) elements.
 int64_t turnkeep_packed_size(int64_t n, int64_t k) { return turnkeep::packed_size(n, k); }
 void turnkeep_pack(const uint16_t* w, int64_t n, int64_t k, int paired, uint16_t* out) { turnkeep::pack(w, n, k, paired, out); }

@@ -104,6 +104,8 @@ class Library:
         self._pack.argtypes, self._pack.restype = (_pointer, _int64, _int64, ctypes.c_int, _pointer), None
         self._sample = self._dll.turnkeep_sample
         self._sample.argtypes, self._sample.restype = (_pointer,), None
+        self._report = self._dll.turnkeep_report
+        self._report.argtypes, self._report.restype = (_pointer,), None
         self._forward = self._dll.turnkeep_forward
         self._forward.argtypes, self._forward.restype = (_pointer,), ctypes.c_int
         self.has_amx = bool(self._dll.turnkeep_init())
@@ -131,6 +133,10 @@ class Library:
     def sample(self, args: ctypes.Structure) -> None:
         """Chooses tokens (SampleArgs of sampling.h); the GIL is released meanwhile."""
         self._sample(ctypes.byref(args))
+
+    def report(self, args: ctypes.Structure) -> None:
+        """Computes log-probabilities (ReportArgs of sampling.h); the GIL is released meanwhile."""
+        self._report(ctypes.byref(args))
 
     def attention(self, args: AttentionArgs) -> int:
         """Runs one attention call; the GIL is released meanwhile. 0 on success."""
