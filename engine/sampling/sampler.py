@@ -49,6 +49,11 @@ class RowChooser(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """int64 [R], the tokens; float32 [R] twice, the largest logit of each row that the bitmask allows and of all."""
 
+    def report(
+        self, logits: torch.Tensor, token_ids: torch.Tensor, tops: Sequence[int]
+    ) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
+        """As `engine.sampling.logprobs.report`."""
+
 
 class Sampler:
     """Samples one token per row. A row's outcome depends on its own logits, mask and state alone. One thread at a time.
@@ -156,7 +161,8 @@ class Sampler:
                 tops.append(state.params.logprobs)
         if rows:
             where = torch.tensor(rows, device=self._device)
-            for row, (logprob, top) in zip(rows, report(logits[where], chosen[where], tops), strict=True):
+            reported = (self._chooser.report if self._chooser is not None else report)(logits[where], chosen[where], tops)
+            for row, (logprob, top) in zip(rows, reported, strict=True):
                 results[row] = SampledToken(results[row].token_id, logprob, top)
         return results
 

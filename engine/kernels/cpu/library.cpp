@@ -76,6 +76,9 @@ void turnkeep_sample(const turnkeep::SampleArgs* a) { turnkeep::sample(*a); }
 // Whether this build on this machine multiplies a format by a method (product.h).
 int turnkeep_has_method(int64_t format, int32_t method) { return turnkeep::has_method(format, method, turnkeep::amx_allowed); }
 
+// Log-probabilities of tokens.
+void turnkeep_report(const turnkeep::ReportArgs* r) { turnkeep::report(*r); }
+
 // out [m, n] = x [m, k] W^T, float32 rows.
 void turnkeep_multiply(const turnkeep::MultiplyArgs* a) { turnkeep::multiply_rows(*a); }
 

@@ -101,6 +101,8 @@ class Library:
         self._multiply.argtypes, self._multiply.restype = (_pointer,), None
         self._sample = self._dll.turnkeep_sample
         self._sample.argtypes, self._sample.restype = (_pointer,), None
+        self._report = self._dll.turnkeep_report
+        self._report.argtypes, self._report.restype = (_pointer,), None
         self._forward = self._dll.turnkeep_forward
         self._forward.argtypes, self._forward.restype = (_pointer,), ctypes.c_int
         self.has_half_products = bool(self._dll.turnkeep_half_products())
@@ -137,6 +139,10 @@ class Library:
     def sample(self, args: ctypes.Structure) -> None:
         """Chooses tokens (SampleArgs of sampling.h); the GIL is released meanwhile."""
         self._sample(ctypes.byref(args))
+
+    def report(self, args: ctypes.Structure) -> None:
+        """Computes log-probabilities (ReportArgs of sampling.h); the GIL is released meanwhile."""
+        self._report(ctypes.byref(args))
 
     def attention(self, args: AttentionArgs) -> int:
         """Runs one attention call; the GIL is released meanwhile. 0 on success."""
@@ -193,7 +199,7 @@ def load_library(head_dim: int, cache_dir: Path, march: str = NATIVE) -> Library
     if head_dim % 16 or not 16 <= head_dim <= 256:
         raise KernelBuildError(f"head_dim {head_dim} is no multiple of 16 between 16 and 256")
     here = Path(__file__).parent
-    files = [here / name for name in SOURCES]
+    files = sorted(here.glob("*.[hc]*"))
     return Library(build_shared("kernels", here / "library.cpp", files, cache_dir, (f"-DTURNKEEP_HEAD_DIM={head_dim}",), march))
 
 

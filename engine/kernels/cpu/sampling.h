@@ -12,6 +12,7 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <vector>
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -37,6 +38,19 @@ struct SampleArgs {
     float* raw_largest;        // out: the largest logit; NaN where there is one
     void* team;
     int64_t rows, vocab, stride, mask_words, mask_stride;
+};
+
+// Mirrors ReportArgs of engine/kernels/cpu/sampling.py: log-probabilities of rows of finite logits or -infinity.
+struct ReportArgs {
+    const float* logits;     // [rows][vocab], rows `stride` apart
+    const int64_t* chosen;   // [rows]
+    const int64_t* tops;     // [rows]: how many of the most likely tokens, at most `most`
+    float* logprob;          // out [rows]: of the chosen tokens
+    float* top_logprob;      // out [rows][most]
+    int64_t* top_id;         // out [rows][most], most likely first, equal ones in order of their ids
+    void* team;
+    int64_t rows, vocab, stride, most;
+    float floor;             // what is less likely is as likely as this
 };
 
 namespace sampling {
@@ -410,20 +424,60 @@ static inline void choose(const SampleArgs& a, int64_t index, float* scratch) {
     a.chosen[index] = race(row, key, threshold, largest.token);
 }
 
-}  // namespace sampling
+static inline void report(const ReportArgs& r, int64_t index, float* scratch) {
+    SampleArgs a{};
+    a.logits = r.logits, a.vocab = r.vocab, a.stride = r.stride;
+    const Row row(scratch, r.vocab);
+    const float largest = find_largest<1>(a, index, row).value;
+    fill_scores(a, index, largest, 1.0f, row);
+    const float none[kPivots] = {};
+    const double normaliser = std::log(masses(row.scores, row.blocks * kBlock, none, kNever).total);
+    const auto logprob = [&](int64_t token) { return std::max(float(row.scores[token] - normaliser), r.floor); };
+    r.logprob[index] = logprob(r.chosen[index]);
+    const int64_t top = std::min(r.tops[index], r.vocab);
+    if (top == 0) return;
+    int64_t held = 0;
+    const float least = top < r.vocab ? kth_largest(row, top, held) : kNever;
+    std::vector<int64_t> ids;
+    for (int64_t b = 0; b < row.blocks; b++) {
+        if (!(row.maxima[b] >= least)) continue;
+        for (int64_t token = b * kBlock; token < std::min((b + 1) * kBlock, r.vocab); token++)
+            if (row.scores[token] >= least) ids.push_back(token);
+    }
+    const auto before = [&](int64_t x, int64_t y) {
+        return row.scores[x] != row.scores[y] ? row.scores[x] > row.scores[y] : x < y;
+    };
+    std::partial_sort(ids.begin(), ids.begin() + top, ids.end(), before);
+    for (int64_t i = 0; i < top; i++) {
+        r.top_id[index * r.most + i] = ids[i];
+        r.top_logprob[index * r.most + i] = logprob(ids[i]);
+    }
+}
 
-static inline void sample(const SampleArgs& a) {
-    const int64_t floats = sampling::Row::floats(a.vocab);
-    const auto each = [&](int64_t index) {
+// Calls work(row, scratch) for every row, on all threads.
+template <class Work>
+static inline void each_row(void* threads, int64_t rows, int64_t vocab, const Work& work) {
+    const int64_t floats = Row::floats(vocab);
+    const auto one = [&](int64_t index) {
         static thread_local std::unique_ptr<float[]> scratch;
         static thread_local int64_t held = 0;
         if (held < floats) scratch.reset(new float[floats]), held = floats;
-        sampling::choose(a, index, scratch.get());
+        work(index, scratch.get());
     };
-    if (a.rows == 1) return each(0);  // not worth waking anybody
-    Team& team = *static_cast<Team*>(a.team);
+    if (rows == 1) return one(0);  // not worth waking anybody
+    Team& team = *static_cast<Team*>(threads);
     Team::Pass pass(team);
-    team.run(a.rows, each);
+    team.run(rows, one);
+}
+
+}  // namespace sampling
+
+static inline void sample(const SampleArgs& a) {
+    sampling::each_row(a.team, a.rows, a.vocab, [&](int64_t index, float* scratch) { sampling::choose(a, index, scratch); });
+}
+
+static inline void report(const ReportArgs& r) {
+    sampling::each_row(r.team, r.rows, r.vocab, [&](int64_t index, float* scratch) { sampling::report(r, index, scratch); });
 }
 
 }  // namespace turnkeep

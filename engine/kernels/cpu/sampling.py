@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from engine.kernels.cpu.library import Library, Team
+from engine.sampling.logprobs import LEAST
 from engine.sampling.state import SamplingState
 
 _pointer, _int64 = ctypes.c_void_p, ctypes.c_int64
@@ -24,6 +25,16 @@ class _SampleArgs(ctypes.Structure):
         *((name, _pointer) for name in ("logits", "bitmask", "seed", "position", "choice", "temperature", "least")),
         *((name, _pointer) for name in ("top_p", "top_k", "chosen", "largest", "raw_largest", "team")),
         *((name, _int64) for name in ("rows", "vocab", "stride", "mask_words", "mask_stride")),
+    )
+
+
+class _ReportArgs(ctypes.Structure):
+    """Mirrors ReportArgs of sampling.h."""
+
+    _fields_ = (
+        *((name, _pointer) for name in ("logits", "chosen", "tops", "logprob", "top_logprob", "top_id", "team")),
+        *((name, _int64) for name in ("rows", "vocab", "stride", "most")),
+        ("floor", ctypes.c_float),
     )
 
 
@@ -67,6 +78,40 @@ class CpuSampler:
             setattr(args, name, values.ctypes.data)
         self._library.sample(args)
         return chosen, largest, raw_largest
+
+    def report(
+        self, logits: torch.Tensor, token_ids: torch.Tensor, tops: Sequence[int]
+    ) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
+        """As `engine.sampling.logprobs.report`: for N > 0 rows, float32 [N, V], without NaN and +infinity."""
+        rows, vocab = logits.shape
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
+        token_ids = token_ids.contiguous()
+        most = min(max(tops), vocab)
+        logprob, top_logprob = torch.empty(rows), torch.empty((rows, most))
+        top_id = torch.empty((rows, most), dtype=torch.int64)
+        counts = torch.tensor(tops, dtype=torch.int64)
+        self._library.report(
+            _ReportArgs(
+                logits=logits.data_ptr(),
+                chosen=token_ids.data_ptr(),
+                tops=counts.data_ptr(),
+                logprob=logprob.data_ptr(),
+                top_logprob=top_logprob.data_ptr(),
+                top_id=top_id.data_ptr(),
+                team=self._team.handle,
+                rows=rows,
+                vocab=vocab,
+                stride=logits.stride(0),
+                most=most,
+                floor=LEAST,
+            )
+        )
+        ids, values = top_id.tolist(), top_logprob.tolist()
+        return [
+            (chosen, tuple(zip(ids[row][:top], values[row][:top], strict=True)))
+            for row, (chosen, top) in enumerate(zip(logprob.tolist(), tops, strict=True))
+        ]
 
 
 def _settings(states: Sequence[SamplingState]) -> list[tuple[str, npt.NDArray[Any]]]:

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from test_sampler_reference import NativeSampler
+from test_sampler_reference import NativeSampler, native_chooser
 
+from engine.sampling.logprobs import LEAST, most_likely
 from engine.sampling.sampler import NOTHING_ALLOWED, SampledToken, Sampler
 from engine.sampling.state import SamplingState
 from gateway.workers.protocol import SamplingParams
@@ -85,3 +86,26 @@ def test_rows_and_masks_that_are_views():
     states = [SamplingState(SamplingParams(temperature=0.9), NONE, seed, 0, ()) for seed in range(4)]
     wanted = Sampler(vocab).sample(logits.contiguous(), states, mask.contiguous())
     assert NativeSampler(vocab).sample(logits, states, mask) == wanted
+
+
+@pytest.mark.parametrize("kind", ["model", "peaked", "coarse", "constant"])
+@pytest.mark.parametrize("vocab", [1, 15, 64, 65, 1000, 49153])
+def test_the_same_log_probabilities_as_torch(kind, vocab):
+    rng = np.random.default_rng([vocab, 7, *kind.encode()])
+    logits = logits_of(rng, kind, 6, vocab)
+    logits[0, vocab // 2 :] = -torch.inf
+    logits[0, 0] = 1.0
+    chosen = torch.from_numpy(rng.integers(0, vocab, 6))
+    tops = [20, 0, 1, 5, 2000, 20]
+    got = native_chooser().report(logits, chosen, tops)
+    exact = torch.log_softmax(logits.double(), dim=-1).clamp(min=LEAST)
+    for row, (logprob, top) in enumerate(got):
+        assert abs(logprob - exact[row, chosen[row]].item()) <= 2e-6 * max(1.0, abs(logprob))
+        wanted = (
+            sorted(range(vocab), key=lambda token: (-logits[row, token].item(), token))[: tops[row]] if vocab < 2000 else None
+        )
+        if wanted is None:
+            wanted = most_likely(logits[row : row + 1], max(tops[row], 1))[0, : tops[row]].tolist()
+        assert [token for token, _ in top] == wanted
+        for token, value in top:
+            assert abs(value - exact[row, token].item()) <= 2e-6 * max(1.0, abs(value))

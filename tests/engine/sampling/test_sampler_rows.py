@@ -83,8 +83,9 @@ def test_logprobs_are_log_softmax_of_the_models_own_logits(kind):
     values, ids = expected.topk(4, dim=-1)
     for row, token in enumerate(sampled):
         assert token.token_id == 5
-        assert token.logprob == expected[row, 5].item()
-        assert token.top == tuple(zip(ids[row].tolist(), values[row].tolist(), strict=True))
+        assert token.logprob == pytest.approx(expected[row, 5].item(), rel=1e-6)
+        assert [token_id for token_id, _ in token.top] == ids[row].tolist()
+        assert [value for _, value in token.top] == pytest.approx(values[row].tolist(), rel=1e-6, abs=1e-6)
 
 
 @EACH
