@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from cli.bench_engine import engine_command
 from cli.quality import quality_command
 
 
@@ -12,4 +13,5 @@ def command() -> None:
     """Measure the engine on this machine."""
 
 
+command.add_command(engine_command)
 command.add_command(quality_command)

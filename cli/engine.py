@@ -250,6 +250,7 @@ def _real(options: dict[str, Any]) -> Load:
         # Imports torch, on the loading thread: the server answers meanwhile.
         from engine.config import EngineConfig
         from engine.loading import load_engine
+        from engine.startup import StartupClock, seconds_since_launch
 
         _check_device(options["device"])
         given: dict[str, Any] = {
@@ -275,7 +276,7 @@ def _real(options: dict[str, Any]) -> Load:
             kernels=options["kernels"],
             **given,
         )
-        return load_engine(config, cache_dir=options["cache_dir"].absolute())
+        return load_engine(config, cache_dir=options["cache_dir"].absolute(), clock=StartupClock(seconds_since_launch()))
 
     return load
 

@@ -10,9 +10,9 @@ COMMANDS = {
     "serve": "cli.serve",
     "engine": "cli.engine",
     "model": "cli.model",
+    "bench": "cli.bench",
     "replay": "cli.replay",
     "demo": "cli.demo",
-    "bench": "cli.bench",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -26,6 +27,8 @@ class Runner:
         """kv: as `allocate_kv` makes it."""
         self._forward = forward
         self._kv = kv
+        self.forward_seconds = 0.0
+        """Time spent in the forward pass so far."""
 
     @property
     def device(self) -> torch.device:
@@ -38,7 +41,10 @@ class Runner:
         float32 [len(rows), vocabulary]."""
         if copies:
             self._copy(copies)
-        return self._forward.run(batch, self._kv, rows)
+        began = time.perf_counter()
+        logits = self._forward.run(batch, self._kv, rows)
+        self.forward_seconds += time.perf_counter() - began
+        return logits
 
     def _copy(self, copies: Sequence[BlockCopy]) -> None:
         # All sources are read before anything is written: a source freed in this step's plan may be a destination too.

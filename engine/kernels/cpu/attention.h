@@ -12,7 +12,8 @@
 namespace turnkeep {
 
 constexpr int kChunk = 256;    // keys a tile scores before it rescales
-constexpr int kMaxRows = 96;   // rows of a tile
+constexpr int kFewRows = 12;   // up to here the few-rows tile is the faster one
+constexpr int kMaxRows = 384;  // rows of a tile
 constexpr float kNegative = -3.0e38f;
 
 // A tile of work: rows [row, row + rows) of one sequence and KV head, against keys [key_begin, key_end).
@@ -113,7 +114,7 @@ static inline float softmax_chunk(float* scores, int keys, float scale, int firs
 template <class T, int D>
 static void tile_few_rows(const AttentionArgs& a, const Tile& t, Rows& state) {
     alignas(64) float wide[kLanes * D];
-    alignas(64) float scores[kMaxRows * kChunk];
+    alignas(64) float scores[kFewRows * kChunk];
     const int rows = t.rows;
     for (int begin = t.key_begin; begin < t.key_end; begin += kChunk) {
         const int keys = std::min(kChunk, t.key_end - begin);
@@ -155,76 +156,6 @@ static void tile_few_rows(const AttentionArgs& a, const Tile& t, Rows& state) {
                 for (int j = 0; j < kLanes; j++)
                     for (int d = 0; d < D / kLanes; d++) sum[d] += p[j] * load(wide + j * D + d * kLanes);
                 for (int d = 0; d < D / kLanes; d++) store(acc + d * kLanes, sum[d]);
-            }
-        }
-    }
-}
-
-// Many rows: a chunk's keys are transposed to [dim][key] once; six rows share every load of them.
-template <class T, int D>
-static void tile_many_rows(const AttentionArgs& a, const Tile& t, Rows& state) {
-    constexpr int kKeys = 64, kBlock = 6;
-    alignas(64) float keys_t[D * kKeys];
-    alignas(64) float values[kKeys * D];
-    alignas(64) float query[kMaxRows * D];
-    alignas(64) float scores[kMaxRows * kKeys];
-    const int rows = t.rows, padded_rows = (rows + kBlock - 1) / kBlock * kBlock;
-    for (int r = 0; r < padded_rows; r++) {
-        const IoOf<T>* q = query_row<T>(a, t, t.row + std::min(r, rows - 1));
-        for (int d = 0; d < D; d += kLanes) store(query + r * D + d, load(q + d));
-    }
-    for (int begin = t.key_begin; begin < t.key_end; begin += kKeys) {
-        const int keys = std::min(kKeys, t.key_end - begin);
-        for (int j = 0; j < kKeys; j++) {
-            const int key = begin + std::min(j, keys - 1);
-            alignas(64) float wide[D];
-            widen_row<T, D>(a, t, key, 0, wide);
-            for (int d = 0; d < D; d++) keys_t[d * kKeys + j] = wide[d];
-            widen_row<T, D>(a, t, key, 1, values + j * D);
-        }
-        for (int r = 0; r < padded_rows; r += kBlock) {
-            Vec s[kBlock][kKeys / kLanes] = {};
-            for (int d = 0; d < D; d++) {
-                Vec k[kKeys / kLanes];
-                for (int c = 0; c < kKeys / kLanes; c++) k[c] = load(keys_t + d * kKeys + c * kLanes);
-                for (int i = 0; i < kBlock; i++) {
-                    const float x = query[(r + i) * D + d];
-                    for (int c = 0; c < kKeys / kLanes; c++) s[i][c] += x * k[c];
-                }
-            }
-            for (int i = 0; i < kBlock; i++)
-                for (int c = 0; c < kKeys / kLanes; c++) store(scores + (r + i) * kKeys + c * kLanes, s[i][c]);
-        }
-        for (int r = 0; r < rows; r++) {
-            const Visible v = visible(a, t.sequence, t.row + r);
-            const int first = v.first - begin, last = std::min(v.last - begin, keys - 1);
-            float* acc = state.acc + r * D;
-            if (last < 0 || first >= keys) {
-                std::fill(scores + r * kKeys, scores + (r + 1) * kKeys, 0.0f);
-                continue;
-            }
-            const float shrink = softmax_chunk(scores + r * kKeys, kKeys, a.scale, first, last, state.maximum[r], state.sum[r]);
-            if (shrink != 1.0f)
-                for (int d = 0; d < D; d += kLanes) store(acc + d, load(acc + d) * shrink);
-        }
-        for (int r = 0; r < rows; r += kBlock) {
-            const int block = std::min(kBlock, rows - r);
-            for (int d = 0; d < D; d += 2 * kLanes) {
-                const int wide = std::min(2, (D - d) / kLanes);
-                Vec sum[kBlock][2];
-                for (int i = 0; i < kBlock; i++)
-                    for (int c = 0; c < wide; c++)
-                        sum[i][c] = load(state.acc + (r + std::min(i, block - 1)) * D + d + c * kLanes);
-                for (int j = 0; j < kKeys; j++) {
-                    Vec v[2];
-                    for (int c = 0; c < wide; c++) v[c] = load(values + j * D + d + c * kLanes);
-                    for (int i = 0; i < kBlock; i++) {
-                        const float p = scores[(r + std::min(i, block - 1)) * kKeys + j];
-                        for (int c = 0; c < wide; c++) sum[i][c] += p * v[c];
-                    }
-                }
-                for (int i = 0; i < block; i++)
-                    for (int c = 0; c < wide; c++) store(state.acc + (r + i) * D + d + c * kLanes, sum[i][c]);
             }
         }
     }

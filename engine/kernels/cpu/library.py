@@ -15,14 +15,10 @@ import shutil
 import subprocess
 import tempfile
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
-SOURCES = (
-    *("vectors.h", "kv_rows.h", "attention.h", "attention_amx.h", "attention_plan.h"),
-    *("matrix.h", "operand.h", "product.h", "product_amx.h", "product_fma.h", "product_halves.h", "product_int8.h"),
-    *("decoder.h", "library.cpp", "team.h", "tiles.h", "tiles_emulated.h"),
-)
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-fvisibility=hidden")
 NATIVE = "native"
 BUILD_TIMEOUT = 300.0
 _DIGEST_BYTES = 32
@@ -103,8 +99,13 @@ class Library:
         self._has_method.argtypes, self._has_method.restype = (_int64, _int32), ctypes.c_int
         self._multiply = self._dll.turnkeep_multiply
         self._multiply.argtypes, self._multiply.restype = (_pointer,), None
+        self._sample = self._dll.turnkeep_sample
+        self._sample.argtypes, self._sample.restype = (_pointer,), None
+        self._report = self._dll.turnkeep_report
+        self._report.argtypes, self._report.restype = (_pointer,), None
         self._forward = self._dll.turnkeep_forward
         self._forward.argtypes, self._forward.restype = (_pointer,), ctypes.c_int
+        self.has_half_products = bool(self._dll.turnkeep_half_products())
         self.has_amx = bool(self._dll.turnkeep_init())
 
     def team(self, threads: int) -> Team:
@@ -134,6 +135,14 @@ class Library:
     def forward(self, args: ctypes.Structure) -> int:
         """Runs one forward pass (ForwardArgs of decoder.h); the GIL is released meanwhile. 0 on success."""
         return int(self._forward(ctypes.byref(args)))
+
+    def sample(self, args: ctypes.Structure) -> None:
+        """Chooses tokens (SampleArgs of sampling.h); the GIL is released meanwhile."""
+        self._sample(ctypes.byref(args))
+
+    def report(self, args: ctypes.Structure) -> None:
+        """Computes log-probabilities (ReportArgs of sampling.h); the GIL is released meanwhile."""
+        self._report(ctypes.byref(args))
 
     def attention(self, args: AttentionArgs) -> int:
         """Runs one attention call; the GIL is released meanwhile. 0 on success."""
@@ -168,16 +177,16 @@ def _flags(march: str) -> tuple[str, ...]:
     return (*FLAGS, *(f"-march={word}" if index == 0 else word for index, word in enumerate(march.split())))
 
 
-def _key(compiler: str, head_dim: int, march: str) -> str:
+def _key(compiler: str, files: Sequence[Path], defines: Sequence[str], march: str) -> str:
     digest = hashlib.sha256()
     try:
         version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False, timeout=30).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KernelBuildError(f"the C++ compiler {compiler} cannot be run: {error}") from error
-    for part in (version, _processor(), " ".join(_flags(march)), str(head_dim)):
+    for part in (version, _processor(), " ".join(_flags(march)), " ".join(defines)):
         digest.update(part.encode() + b"\x00")
-    for name in SOURCES:
-        digest.update((Path(__file__).parent / name).read_bytes() + b"\x00")
+    for file in files:
+        digest.update(file.read_bytes() + b"\x00")
     return digest.hexdigest()[:24]
 
 
@@ -185,18 +194,28 @@ def load_library(head_dim: int, cache_dir: Path, march: str = NATIVE) -> Library
     """The kernels for `head_dim` (a multiple of 16 up to 256), built into `cache_dir` when they are not there yet.
 
     `march`: what the compiler is told of the processor, the value of -march and whatever options follow it after spaces. Other
-    than native is for tests: it builds the code of lesser machines, which this one then runs.
+    than native is for tests: it builds the code of lesser machines, which this one then runs. Raises KernelBuildError.
+    """
+    if head_dim % 16 or not 16 <= head_dim <= 256:
+        raise KernelBuildError(f"head_dim {head_dim} is no multiple of 16 between 16 and 256")
+    here = Path(__file__).parent
+    files = sorted(here.glob("*.[hc]*"))
+    return Library(build_shared("kernels", here / "library.cpp", files, cache_dir, (f"-DTURNKEEP_HEAD_DIM={head_dim}",), march))
+
+
+def build_shared(
+    stem: str, source: Path, files: Sequence[Path], cache_dir: Path, defines: Sequence[str] = (), march: str = NATIVE
+) -> Path:
+    """The shared library of `source`, which depends on `files`, built into `cache_dir` when it is not there yet.
 
     Two processes may build at once: each builds under a name of its own and renames. A file that is not as it was built (the
     disk was full, the power failed, somebody copied half of it) is built again. Raises KernelBuildError.
     """
-    if head_dim % 16 or not 16 <= head_dim <= 256:
-        raise KernelBuildError(f"head_dim {head_dim} is no multiple of 16 between 16 and 256")
     compiler = _compiler()
-    target = cache_dir / f"kernels-{_key(compiler, head_dim, march)}.so"
+    target = cache_dir / f"{stem}-{_key(compiler, files, defines, march)}.so"
     if not _is_whole(target):
-        _build(compiler, head_dim, march, target)
-    return Library(target)
+        _build(compiler, source, defines, march, target)
+    return target
 
 
 def _is_whole(target: Path) -> bool:
@@ -218,8 +237,7 @@ def _seal(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _build(compiler: str, head_dim: int, march: str, target: Path) -> None:
-    source = Path(__file__).parent / "library.cpp"
+def _build(compiler: str, source: Path, defines: Sequence[str], march: str, target: Path) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=target.parent, suffix=".so.part")
@@ -227,7 +245,7 @@ def _build(compiler: str, head_dim: int, march: str, target: Path) -> None:
     except OSError as error:
         raise KernelBuildError(f"the kernel cache {target.parent} cannot be written: {error}") from error
     part = Path(name)
-    command = [compiler, *_flags(march), f"-DTURNKEEP_HEAD_DIM={head_dim}", str(source), "-o", str(part)]
+    command = [compiler, *_flags(march), *defines, str(source), "-o", str(part)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=BUILD_TIMEOUT)
         if done.returncode != 0:

@@ -87,6 +87,14 @@ static inline float sum_lanes(Vec v) {
     return s;
 }
 
+static inline Vec vabs(Vec v) {
+    IVec bits;
+    memcpy(&bits, &v, sizeof bits);
+    bits &= 0x7fffffff;
+    memcpy(&v, &bits, sizeof v);
+    return v;
+}
+
 static inline Vec vmax(Vec a, Vec b) { return a > b ? a : b; }
 
 // e^x for x <= 0, relative error below 2e-7; anything under -87 gives 0 (so minus infinity, a masked score, does too).
@@ -107,6 +115,26 @@ static inline Vec exp_nonpositive(Vec x) {
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
     IVec bits = (n + 127) << 23;
+    Vec two_n;
+    memcpy(&two_n, &bits, sizeof two_n);
+    p = p * two_n;
+    return dead ? splat(0.0f) : p;
+}
+
+// 2^x for x <= 0 (and a little above), relative error below 2e-7; under -126 it gives 0. Cephes' exp2f.
+static inline Vec exp2_nonpositive(Vec x) {
+    const IVec dead = x < splat(-126.0f);
+    x = dead ? splat(0.0f) : x;
+    const Vec shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    const Vec whole = (x + shift) - shift, r = x - whole;
+    Vec p = splat(1.535336188319500e-4f);
+    p = p * r + 1.339887440266574e-3f;
+    p = p * r + 9.618437357674640e-3f;
+    p = p * r + 5.550332471162809e-2f;
+    p = p * r + 2.402264791363012e-1f;
+    p = p * r + 6.931472028550421e-1f;
+    p = p * r + 1.0f;
+    const IVec bits = (__builtin_convertvector(whole, IVec) + 127) << 23;
     Vec two_n;
     memcpy(&two_n, &bits, sizeof two_n);
     p = p * two_n;
