@@ -56,7 +56,8 @@ def load_subject(config: EngineConfig, context: int, cache_dir: Path) -> Subject
         cache_dir=cache_dir,
     )
     forward = choose_forward(config, model.decoder, cache_dir / "kernels")
-    return Subject(forward, allocate_kv(model, -(-context // config.block_size), config.block_size), config.block_size)
+    kv = allocate_kv(model, -(-context // config.block_size), config.block_size, config.kv_dtype)
+    return Subject(forward, kv, config.block_size)
 
 
 def formats_of(model: Path, config: QualityConfig) -> tuple[str, ...]:
