@@ -18,7 +18,7 @@ import weakref
 from pathlib import Path
 
 SOURCES = (
-    *("vectors.h", "kv_rows.h", "attention.h", "attention_amx.h", "attention_many.h", "attention_plan.h"),
+    *("vectors.h", "kv_rows.h", "attention.h", "attention_amx.h", "attention_few.h", "attention_many.h", "attention_plan.h"),
     *("decoder.h", "library.cpp", "team.h", "tiles.h", "tiles_emulated.h"),
 )
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-fvisibility=hidden")
