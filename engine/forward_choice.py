@@ -39,7 +39,7 @@ def choose_forward(config: EngineConfig, decoder: Decoder, kernel_dir: Path) -> 
     try:
         kernel = CpuAttention.build(decoder.spec.head_dim, threads, kernel_dir)
     except KernelBuildError as error:
-        logger.warning("Attention runs in plain torch, about half as fast at long contexts: %s", error)
+        logger.warning("The forward pass runs in plain torch, several times as slow as in C++: %s.", str(error).rstrip("."))
         return LayeredForward(decoder, ReferenceAttention())
     reason = why_not_native(decoder)
     if reason is not None:

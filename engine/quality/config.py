@@ -32,9 +32,7 @@ class Format:
     reference: str = "bf16"
 
 
-REFERENCE = Format(
-    "float32", MappingProxyType({"dtype": "float32", "kernels": "reference"}), Bounds(1.0, 1.0, 0.0), "float32"
-)
+REFERENCE = Format("float32", MappingProxyType({"dtype": "float32", "kernels": "reference"}), Bounds(1.0, 1.0, 0.0), "float32")
 """Plain torch, so that the kernels are measured as well as the rounding."""
 
 FORMATS: Mapping[str, Format] = MappingProxyType(
