@@ -18,13 +18,6 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
-<<<<<<< HEAD
-=======
-SOURCES = (
-    *("vectors.h", "kv_rows.h", "attention.h", "attention_amx.h", "attention_few.h", "attention_many.h", "attention_plan.h"),
-    *("decoder.h", "library.cpp", "team.h", "tiles.h", "tiles_emulated.h"),
-)
->>>>>>> h1
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-fvisibility=hidden")
 NATIVE = "native"
 BUILD_TIMEOUT = 300.0
