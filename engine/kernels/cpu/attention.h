@@ -90,7 +90,9 @@ struct Rows {
 
 // Turns the scores of one row over `keys` keys (a multiple of 16, padded with whatever) into probabilities, in place, and folds
 // the new maximum and sum into the row's state. Returns the factor by which what the row has gathered must shrink.
-static inline float softmax_chunk(float* scores, int keys, float scale, int first, int last, float& maximum, float& sum) {
+// (Not inlined: a build for AVX2 took a minute where it was.)
+static __attribute__((noinline)) float softmax_chunk(float* scores, int keys, float scale, int first, int last, float& maximum,
+                                                     float& sum) {
     const IVec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     Vec top = splat(kNegative);
     for (int k = 0; k < keys; k += kLanes) {

@@ -5,10 +5,20 @@
 
 namespace turnkeep {
 
+#ifdef __AVX512F__
+constexpr int kFewVectors = 16;  // rows at once x vectors of a row: these sums stay in registers
+#else
+constexpr int kFewVectors = 8;
+#endif
+
 // One key or value in registers, as floats or codes. bfloat16 comes as even and odd dims of each 32, which costs one operation a
 // register instead of two; queries and answers are brought into the same order.
 template <class T, int D>
+#ifdef __AVX512F__
 constexpr bool kPaired = std::is_same_v<T, BFloat16>&& D % 32 == 0;
+#else
+constexpr bool kPaired = false;  // sixteen-lane shuffles would be taken apart lane by lane
+#endif
 
 template <class T, int D>
 static inline __attribute__((always_inline)) void widen(const T* from, Vec* to) {
@@ -66,11 +76,12 @@ static inline void ask_for(const T* const* rows, int dims) {
 
 // R rows' dot products with the keys of a chunk: scores[r * kChunk + key].
 template <class T, int D, int R>
-static inline void score_rows(const Chunk<T>& c, const Vec* query, float* scores) {
+static __attribute__((noinline)) void score_rows(const Chunk<T>& c, const Vec* query, float* scores) {
     constexpr int kVectors = D / kLanes;
     for (int k = 0; k < c.padded; k += kLanes) {
         ask_for(k + kLanes < c.padded ? c.keys + k + kLanes : c.values, D);
         Vec partial[R][kLanes];
+#pragma GCC unroll 2
         for (int j = 0; j < kLanes; j++) {
             Vec key[kVectors];
             widen<T, D>(c.keys[k + j], key);
@@ -91,13 +102,14 @@ static inline void score_rows(const Chunk<T>& c, const Vec* query, float* scores
 
 // R rows' sums of values weighted by their probabilities.
 template <class T, int D, int R>
-static inline void gather_rows(const Chunk<T>& c, const float* probabilities, float* acc) {
+static __attribute__((noinline)) void gather_rows(const Chunk<T>& c, const float* probabilities, float* acc) {
     constexpr int kVectors = D / kLanes;
     Vec sum[R][kVectors];
     for (int r = 0; r < R; r++)
         for (int d = 0; d < kVectors; d++) sum[r][d] = load(acc + r * D + d * kLanes);
     for (int k = 0; k < c.padded; k += kLanes) {
         if (k + kLanes < c.padded) ask_for(c.values + k + kLanes, D);
+#pragma GCC unroll 2
         for (int j = 0; j < kLanes; j++) {
             Vec value[kVectors];
             widen<T, D>(c.values[k + j], value);
@@ -138,7 +150,7 @@ static void attend_rows(const AttentionArgs& a, const Tile& t, const Chunk<T>& c
 
 template <class T, int D>
 static void tile_few_rows(const AttentionArgs& a, const Tile& t, Rows& state) {
-    constexpr int kVectors = D / kLanes, kAtOnce = kVectors <= 4 ? 4 : kVectors <= 8 ? 2 : 1;
+    constexpr int kVectors = D / kLanes, kAtOnce = kVectors <= kFewVectors / 4 ? 4 : kVectors <= kFewVectors / 2 ? 2 : 1;
     Vec query[kFewRows * kVectors];
     for (int r = 0; r < t.rows; r++) {
         const IoOf<T>* q = query_row<T>(a, t, t.row + r);
