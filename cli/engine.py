@@ -76,8 +76,9 @@ def _sim_option(*names: str, **settings: Any) -> Callable[[Callable[..., Any]], 
 @click.option(
     "--model",
     default=None,
-    metavar="NAME|DIR",
-    help=f"An embedded model, a directory, or a hub id; fetched when it is not there yet. [default: {DEFAULT_MODEL}]",
+    metavar="NAME|DIR|FILE.gguf",
+    help="An embedded model, a directory, a GGUF file, or a hub id; fetched or converted when that is not done yet. "
+    f"[default: {DEFAULT_MODEL}]",
 )
 @click.option("--model-name", default=None, help="What the model is called to the outside. [default: its own name]")
 @click.option(
@@ -242,13 +243,14 @@ def _real(options: dict[str, Any]) -> Load:
         from cli.model import fetch
 
         name = options["model"] or DEFAULT_MODEL
-        model = fetch(
-            name, options["cache_dir"].absolute(), Console(stderr=True)
-        )  # first: a model that is not there is known at once
+        # First: a model that is not there is known at once.
+        blocks = options["quantization"] == "gguf"
+        model = fetch(name, options["cache_dir"].absolute(), Console(stderr=True), blocks=blocks)
 
         # Imports torch, on the loading thread: the server answers meanwhile.
         from engine.config import EngineConfig
         from engine.loading import load_engine
+        from engine.startup import StartupClock, seconds_since_launch
 
         _check_device(options["device"])
         given: dict[str, Any] = {
@@ -260,7 +262,7 @@ def _real(options: dict[str, Any]) -> Load:
             given["kv_memory_bytes"] = options["kv_memory"]
         config = EngineConfig(
             model=model,
-            model_name=options["model_name"] or model.name,
+            model_name=options["model_name"] or (Path(name).stem if Path(name).is_file() else model.name),
             dtype=options["dtype"],
             kv_dtype=options["kv_dtype"],
             quantization=options["quantization"],
@@ -274,7 +276,7 @@ def _real(options: dict[str, Any]) -> Load:
             kernels=options["kernels"],
             **given,
         )
-        return load_engine(config, cache_dir=options["cache_dir"].absolute())
+        return load_engine(config, cache_dir=options["cache_dir"].absolute(), clock=StartupClock(seconds_since_launch()))
 
     return load
 

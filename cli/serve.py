@@ -24,7 +24,7 @@ from cli.config import (
     generated_values,
     load_file,
 )
-from cli.model import fetch
+from cli.model import fetch, own_name
 from cli.serving import ReplicaPlan, RunningGateway, ServePlan, open_gateway
 from engine.checkpoints import DEFAULT_MODEL, CheckpointError, default_cache_dir
 from gateway.auth import read_key_file
@@ -66,8 +66,8 @@ def _read_config(ctx: click.Context, _param: click.Parameter, path: Path | None)
     "--model",
     default=DEFAULT_MODEL,
     show_default=True,
-    metavar="NAME|DIR",
-    help="An embedded model, a directory, or a hub id; fetched when it is not there yet.",
+    metavar="NAME|DIR|FILE.gguf",
+    help="An embedded model, a directory, a GGUF file, or a hub id; fetched or converted when that is not done yet.",
 )
 @click.option(
     "--served-model-name", multiple=True, metavar="NAME", help="What the API calls the model; more of them are aliases."
@@ -150,7 +150,7 @@ def plan_from(options: Mapping[str, Any], engine_table: Mapping[str, Any]) -> Se
     cache_dir = Path(options["cache_dir"]).absolute()
     directory = fetch(options["model"], cache_dir, Console(stderr=True))
     given = options["model"]
-    names = tuple(options["served_model_name"]) or (directory.name if Path(given).expanduser().is_dir() else given,)
+    names = tuple(options["served_model_name"]) or (own_name(given, directory),)
     model = ModelConfig(names[0], directory, names[1:])
     workers = tuple(options["worker"])
     for url in workers:

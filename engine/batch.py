@@ -11,6 +11,26 @@ from engine.kernels.interface import StepBatch
 from engine.scheduler import ScheduledSequence
 
 
+def single_batch(
+    table: SequenceOf[int], start: int, count: int, block_size: int, device: torch.device | str = "cpu"
+) -> StepBatch:
+    """Positions `start` to `start + count` of one sequence whose blocks are `table`, all of them token 0: for measuring and
+    warming up."""
+    positions = np.arange(start, start + count, dtype=np.int64)
+    blocks = np.asarray(table, dtype=np.int32)
+    slots = blocks[positions // block_size].astype(np.int64) * block_size + positions % block_size
+    return StepBatch(
+        token_ids=torch.zeros(count, dtype=torch.int64, device=device),
+        positions=torch.from_numpy(positions).to(device),
+        slots=torch.from_numpy(slots).to(device),
+        query_start=torch.tensor([0, count], dtype=torch.int32, device=device),
+        context_lens=torch.tensor([start + count], dtype=torch.int32, device=device),
+        block_tables=torch.from_numpy(blocks).unsqueeze(0).to(device),
+        query_start_list=(0, count),
+        context_lens_list=(start + count,),
+    )
+
+
 def build_batch(scheduled: SequenceOf[ScheduledSequence], block_size: int, device: torch.device) -> StepBatch:
     """The ragged batch of at least one scheduled sequence, in their order."""
     starts = [0]

@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 
+import msgspec
 import torch
 
 from engine.batch import build_batch
@@ -29,7 +30,8 @@ from engine.runner import Runner
 from engine.sampling.sampler import SampledToken, Sampler
 from engine.sampling.stopping import StopDecision
 from engine.scheduler import ScheduledSequence, Scheduler, StepPlan
-from gateway.workers.protocol import PROTOCOL_VERSION, Capabilities, GenerateRequest, WorkerInfo, WorkerStats
+from engine.warm_up import warm_up
+from gateway.workers.protocol import PROTOCOL_VERSION, Capabilities, GenerateRequest, StartupSeconds, WorkerInfo, WorkerStats
 from grammar.compiler import GrammarCompiler, allocate_bitmask
 from grammar.detokenizer import Detokenizer
 from prefix_cache.block_pool import BlockPool, IntegrityError
@@ -115,6 +117,17 @@ class Engine:
     def forward_seconds(self) -> float:
         """Time spent in the forward pass so far; what a step takes beside it is the engine's own."""
         return self._runner.forward_seconds
+
+    def warm_up(self) -> None:
+        """A pass that leaves no trace, before the first request (engine.warm_up). Raises RuntimeError after one was added."""
+        if self._arrivals:
+            raise RuntimeError("warm_up comes before the first request: its KV would overwrite that of cached blocks")
+        pool, info = self._cache.pool, self._info
+        warm_up(self._runner, self._sampler, pool.num_blocks, info.block_size, info.max_model_len)
+
+    def started_in(self, seconds: StartupSeconds) -> None:
+        """What `info` says of the start; before it is first read by others."""
+        self._info = msgspec.structs.replace(self._info, startup=seconds)
 
     def prepare(self, request: GenerateRequest) -> Request:
         """Checks a request, compiles its grammar and names its blocks. From any thread. Raises RequestRefused."""

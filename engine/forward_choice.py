@@ -9,14 +9,22 @@ import torch
 
 from engine.config import EngineConfig
 from engine.forward import Forward, LayeredForward
+from engine.kernels.cpu.decoder import NativeDecoder
 from engine.kernels.cpu.kernel import CpuAttention
 from engine.kernels.cpu.library import KernelBuildError
 from engine.kernels.cpu.methods import MethodTable
+from engine.kernels.cpu.sampling import CpuSampler
 from engine.kernels.reference import ReferenceAttention
 from engine.models.decoder import Decoder
 from engine.models.native import native_decoder, why_not_native
 
 logger = logging.getLogger(__name__)
+
+
+def row_chooser(forward: Forward) -> CpuSampler | None:
+    """What chooses tokens beside this forward pass, on the same threads; None where there are no C++ kernels."""
+    kernel = forward.kernel if isinstance(forward, LayeredForward) else forward
+    return CpuSampler(kernel.library, kernel.team) if isinstance(kernel, CpuAttention | NativeDecoder) else None
 
 
 def choose_forward(config: EngineConfig, decoder: Decoder, kernel_dir: Path) -> Forward:
@@ -31,7 +39,7 @@ def choose_forward(config: EngineConfig, decoder: Decoder, kernel_dir: Path) -> 
     try:
         kernel = CpuAttention.build(decoder.spec.head_dim, threads, kernel_dir)
     except KernelBuildError as error:
-        logger.warning("Attention runs in plain torch, about half as fast at long contexts: %s", error)
+        logger.warning("The forward pass runs in plain torch, several times as slow as in C++: %s.", str(error).rstrip("."))
         return LayeredForward(decoder, ReferenceAttention())
     reason = why_not_native(decoder)
     if reason is not None:

@@ -41,17 +41,20 @@ class KVCache:
 
     def shortfall(self, sequence: Sequence, tokens: int) -> int:
         """Blocks to allocate before the next `tokens` tokens of a sequence can be written."""
-        more = self.blocks_for(sequence.computed + tokens) - len(sequence.table)
-        return more + (1 if self._must_copy(sequence) else 0)
+        return self._shortfall(sequence, tokens, self._must_copy(sequence))
+
+    def _shortfall(self, sequence: Sequence, tokens: int, must_copy: bool) -> int:
+        return self.blocks_for(sequence.computed + tokens) - len(sequence.table) + must_copy
 
     def reserve(self, sequence: Sequence, tokens: int) -> list[BlockCopy] | None:
         """Makes room for the next `tokens` tokens; None, with nothing changed, when the pool cannot. What is returned must
         be copied before the step writes."""
-        shortfall = self.shortfall(sequence, tokens)
+        must_copy = self._must_copy(sequence)
+        shortfall = self._shortfall(sequence, tokens, must_copy)
         if shortfall > self.pool.num_available:
             return None
         copies = []
-        if self._must_copy(sequence):
+        if must_copy:
             index = sequence.computed // self.pool.block_size
             shared = sequence.table[index]
             private = self.pool.copy_on_write(shared)

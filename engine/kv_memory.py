@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
+from engine.batch import single_batch
 from engine.config import ConfigError, EngineConfig
 from engine.forward import Forward
-from engine.kernels.interface import StepBatch
 from engine.kv_layout import KVLayout
+from engine.measurements import Measurements
 from engine.memory import available_memory, peak_growth
 from engine.models.registry import LoadedModel
 from engine.runner import Runner
@@ -44,8 +45,11 @@ class KVBudget:
         )
 
 
-def kv_budget(config: EngineConfig, model: LoadedModel, forward: Forward, sampler: Sampler) -> KVBudget:
-    """Decides on the number of blocks, running the largest step once where memory has to be measured.
+def kv_budget(
+    config: EngineConfig, model: LoadedModel, forward: Forward, sampler: Sampler, measurements: Measurements | None = None
+) -> KVBudget:
+    """Decides on the number of blocks, running the largest step once where memory has to be measured and `measurements` do not
+    know it from an earlier start.
 
     Raises ConfigError when not even one block fits.
     """
@@ -59,7 +63,7 @@ def kv_budget(config: EngineConfig, model: LoadedModel, forward: Forward, sample
     else:
         if torch.device(config.device).type != "cpu":
             raise ConfigError(f"Memory of {config.device} cannot be measured; set num_blocks or kv_memory_bytes.")
-        step = _largest_step_bytes(config, model, layout, forward, sampler)
+        step = _remembered_step_bytes(config, model, layout, forward, sampler, measurements)
         available = available_memory()
         budget = int(config.kv_memory_fraction * available) - step
         origin = (
@@ -76,6 +80,34 @@ def kv_budget(config: EngineConfig, model: LoadedModel, forward: Forward, sample
     return KVBudget(num_blocks, block_bytes, origin)
 
 
+def _remembered_step_bytes(
+    config: EngineConfig,
+    model: LoadedModel,
+    layout: KVLayout,
+    forward: Forward,
+    sampler: Sampler,
+    measurements: Measurements | None,
+) -> int:
+    if measurements is None:
+        return _largest_step_bytes(config, model, layout, forward, sampler)
+    settings = asdict(config)
+    for irrelevant in ("model", "model_name", "kv_memory_fraction"):
+        del settings[irrelevant]
+    kernel = getattr(forward, "kernel", None)
+    depends_on = {
+        **settings,
+        "fingerprint": model.fingerprint,
+        "decoder_dtype": model.decoder.dtype,
+        "forward": (type(forward).__qualname__, type(kernel).__qualname__),
+        "torch_threads": torch.get_num_threads(),
+    }
+    known = measurements.get("largest-step", depends_on)
+    if known is None:
+        known = _largest_step_bytes(config, model, layout, forward, sampler)
+        measurements.put("largest-step", depends_on, known)
+    return known
+
+
 def _largest_step_bytes(config: EngineConfig, model: LoadedModel, layout: KVLayout, forward: Forward, sampler: Sampler) -> int:
     """What a step of `max_num_batched_tokens` tokens at the end of a full context takes beside weights and KV.
 
@@ -89,18 +121,7 @@ def _largest_step_bytes(config: EngineConfig, model: LoadedModel, layout: KVLayo
     runner = Runner(forward, layout.allocate(own_blocks + 1))
     first = (context - tokens) // size  # this block and those after it are the step's own
     table = [0] * first + list(range(1, -(-context // size) - first + 1))
-    positions = torch.arange(context - tokens, context)
-    blocks = torch.tensor(table, dtype=torch.int64)
-    batch = StepBatch(
-        token_ids=torch.zeros(tokens, dtype=torch.int64),
-        positions=positions,
-        slots=blocks[positions // size] * size + positions % size,
-        query_start=torch.tensor([0, tokens], dtype=torch.int32),
-        context_lens=torch.tensor([context], dtype=torch.int32),
-        block_tables=blocks.to(torch.int32).unsqueeze(0),
-        query_start_list=(0, tokens),
-        context_lens_list=(context,),
-    )
+    batch = single_batch(table, context - tokens, tokens, size)
     params = SamplingParams(temperature=1.0, top_p=0.9, logprobs=1)
     empty = batch.token_ids[:0].numpy().astype("uint32")
     rows = min(config.max_num_seqs, tokens)

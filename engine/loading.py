@@ -13,10 +13,12 @@ from engine.checkpoints.errors import CheckpointError
 from engine.checkpoints.progress import Report, silent
 from engine.config import ConfigError, EngineConfig
 from engine.engine import Engine
-from engine.forward_choice import choose_forward
+from engine.forward_choice import choose_forward, row_chooser
 from engine.kv_memory import KVBudget, kv_budget
+from engine.measurements import Measurements
 from engine.models.registry import LoadedModel, load_model
 from engine.sampling.sampler import Sampler
+from engine.startup import StartupClock, describe
 from grammar.compiler import GrammarCompiler
 from grammar.detokenizer import Detokenizer
 
@@ -41,12 +43,17 @@ def load_engine(
     *,
     cache_dir: Path | None = None,
     report: Report = silent,
+    clock: StartupClock | None = None,
 ) -> Engine:
-    """Loads the model of a configuration, sizes its KV memory and makes the engine. Sets torch's threads if configured.
+    """Loads the model of a configuration, sizes its KV memory, makes the engine and warms it up. Sets torch's threads if
+    configured.
 
-    cache_dir: where digests of weight files and built kernels are kept (default: the user's cache directory). Raises
-    CheckpointError for a model that cannot be loaded and ConfigError for settings that do not fit it or this machine.
+    cache_dir: where digests of weight files, built kernels and measurements are kept (default: the user's cache directory).
+    clock: what the start took up to here. Raises CheckpointError for a model that cannot be loaded and ConfigError for
+    settings that do not fit it or this machine.
     """
+    clock = StartupClock() if clock is None else clock
+    cache = cache_dir or default_cache_dir()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     model = load_model(
@@ -62,14 +69,17 @@ def load_engine(
         raise ConfigError(
             f"max_model_len is {config.max_model_len}, but the model's positions end at {spec.max_context}; lower it."
         )
-    forward = choose_forward(config, model.decoder, (cache_dir or default_cache_dir()) / "kernels")
-    sampler = Sampler(spec.vocab_size, model.decoder.device)
-    budget = kv_budget(config, model, forward, sampler)
+    clock.enter("compile")
+    forward = choose_forward(config, model.decoder, cache / "kernels")
+    clock.enter("warm_up")
+    sampler = Sampler(spec.vocab_size, model.decoder.device, row_chooser(forward))
+    budget = kv_budget(config, model, forward, sampler, Measurements(cache / "measurements"))
     max_model_len = _max_model_len(config, model, budget)
     logger.info("%s", budget.describe(config.block_size, max_model_len))
+    clock.enter("load")
     tokenizer_json = config.model / "tokenizer.json"
     tokenizer = _tokenizer(tokenizer_json)
-    return Engine(
+    engine = Engine(
         config,
         model,
         num_blocks=budget.num_blocks,
@@ -79,6 +89,12 @@ def load_engine(
         grammars=None if tokenizer is None else GrammarCompiler(tokenizer_json, spec.vocab_size, spec.eos_token_ids),
         detokenizer=None if tokenizer is None else Detokenizer(tokenizer),
     )
+    clock.enter("warm_up")
+    engine.warm_up()
+    seconds = clock.seconds()
+    engine.started_in(seconds)
+    logger.info("%s %s", engine.info.model, describe(seconds))
+    return engine
 
 
 def _max_model_len(config: EngineConfig, model: LoadedModel, budget: KVBudget) -> int:

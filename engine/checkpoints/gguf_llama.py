@@ -9,20 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import safetensors
-from gguf import GGUFReader, Keys, ReaderTensor, dequantize
+from gguf import GGMLQuantizationType, GGUFReader, Keys, ReaderTensor, dequantize
 
 from engine.checkpoints.errors import CheckpointError
+from engine.checkpoints.gguf_blocks import write_blocks
 from engine.checkpoints.gguf_fields import optional_field, required_field
 from engine.checkpoints.gguf_tokenizer import write_tokenizer
 from engine.checkpoints.progress import Report, silent
 
 STAGE = "Converting"
+
+ScalarT = TypeVar("ScalarT", bound=np.generic)
+_FLOATS = tuple(GGMLQuantizationType[name] for name in ("F64", "F32", "F16", "BF16"))
 
 _GLOBAL_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -43,7 +47,8 @@ _LAYER_NAMES = {
 
 
 def convert_llama(gguf_file: Path, directory: Path, *, report: Report = silent) -> None:
-    """Writes config.json, generation_config.json, tokenizer files and model.safetensors into `directory`.
+    """Writes config.json, generation_config.json, tokenizer files and model.safetensors into `directory`, and what is quantised
+    in the GGUF file also as it is (engine.checkpoints.gguf_blocks).
 
     Raises CheckpointError for another architecture, an unknown tensor, or a file that is no GGUF.
     """
@@ -61,6 +66,7 @@ def convert_llama(gguf_file: Path, directory: Path, *, report: Report = silent) 
     generation = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config[key] is not None}
     (directory / "generation_config.json").write_bytes(_pretty(generation))
     _write_weights(reader, config, directory / "model.safetensors", source, report)
+    write_blocks(directory, _blocks(reader, config))
 
 
 def _config(reader: GGUFReader, source: str) -> dict[str, Any]:
@@ -120,12 +126,17 @@ def _weights(reader: GGUFReader, config: dict[str, Any], source: str) -> Iterato
         name = hf_name(tensor.name)
         if name is None:
             raise CheckpointError(f"{source} holds the tensor {tensor.name}, which a llama model does not have.")
-        weight = _dequantized(tensor)
-        if name.endswith("q_proj.weight"):
-            weight = _halves_apart(weight, config["num_attention_heads"])
-        elif name.endswith("k_proj.weight"):
-            weight = _halves_apart(weight, config["num_key_value_heads"])
-        yield name, weight
+        yield name, _rows_in_order(name, _dequantized(tensor), config)
+
+
+def _blocks(reader: GGUFReader, config: dict[str, Any]) -> Iterator[tuple[str, str, npt.NDArray[np.uint8]]]:
+    """The quantised matrices: (name, kind, blocks [rows, bytes of a row])."""
+    for tensor in reader.tensors:
+        name = hf_name(tensor.name)
+        if name is None or tensor.tensor_type in _FLOATS:
+            continue
+        rows = int(tensor.shape[-1])
+        yield name, tensor.tensor_type.name, _rows_in_order(name, tensor.data.view(np.uint8).reshape(rows, -1), config)
 
 
 def _dequantized(tensor: ReaderTensor) -> npt.NDArray[np.float32]:
@@ -134,7 +145,16 @@ def _dequantized(tensor: ReaderTensor) -> npt.NDArray[np.float32]:
     return weight.reshape(tuple(int(size) for size in reversed(tensor.shape)))
 
 
-def _halves_apart(weight: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
+def _rows_in_order(name: str, matrix: npt.NDArray[ScalarT], config: dict[str, Any]) -> npt.NDArray[ScalarT]:
+    """Rows as Hugging Face has them."""
+    if name.endswith("q_proj.weight"):
+        return _halves_apart(matrix, config["num_attention_heads"])
+    if name.endswith("k_proj.weight"):
+        return _halves_apart(matrix, config["num_key_value_heads"])
+    return matrix
+
+
+def _halves_apart(weight: npt.NDArray[ScalarT], heads: int) -> npt.NDArray[ScalarT]:
     """llama.cpp rotates neighbouring rows, Hugging Face rows half a head apart.
 
     [head, dim/2, 2, in] -> [head, 2, dim/2, in], all flat in the first dimension.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.checkpoints.errors import CheckpointError
@@ -34,6 +34,7 @@ class WeightFile:
 
     path: Path
     tensors: dict[str, TensorEntry]
+    metadata: dict[str, str] = field(default_factory=dict)
 
 
 def read_weight_files(directory: Path) -> tuple[WeightFile, ...]:
@@ -86,6 +87,7 @@ def read_weight_file(path: Path) -> WeightFile:
         header = json.loads(raw)
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         tensors = {name: TensorEntry(str(entry["dtype"]), tuple(map(int, entry["shape"]))) for name, entry in entries.items()}
+        metadata = {str(key): str(value) for key, value in (header.get("__metadata__") or {}).items()}
         end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise CheckpointError(f"{path} has a damaged safetensors header. Fetch the model again.") from error
@@ -93,7 +95,7 @@ def read_weight_file(path: Path) -> WeightFile:
     if size != expected:
         kind = "truncated" if size < expected else "longer than it should be"
         raise CheckpointError(f"{path} is {kind}: its header promises {expected} bytes, it has {size}. Fetch the model again.")
-    return WeightFile(path, tensors)
+    return WeightFile(path, tensors, metadata)
 
 
 def _read_index(path: Path) -> dict[str, str]:

@@ -2,7 +2,8 @@
 
 Order of operations: raw log-probabilities are set aside (`logprobs`); grammar, min_tokens, logit_bias and penalties change
 the logits (`adjust`); greedy rows (temperature under 1e-5) take the largest, the first of equals; the others go through
-temperature, min_p, top_k, top_p and the Gumbel race (`choose_device` says how, `choose_cpu` does the same on a CPU).
+temperature, min_p, top_k, top_p and the Gumbel race (`choose_device` says how; `choose_cpu` and, in C++ for all rows at once, a
+`RowChooser` do the same on a CPU).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -39,16 +41,31 @@ class SampledToken:
     error: str | None = None
 
 
+class RowChooser(Protocol):
+    """Chooses for all rows at once, without the GIL (engine.kernels.cpu.sampling)."""
+
+    def choose(
+        self, logits: torch.Tensor, states: Sequence[SamplingState], bitmask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """int64 [R], the tokens; float32 [R] twice, the largest logit of each row that the bitmask allows and of all."""
+
+    def report(
+        self, logits: torch.Tensor, token_ids: torch.Tensor, tops: Sequence[int]
+    ) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
+        """As `engine.sampling.logprobs.report`."""
+
+
 class Sampler:
     """Samples one token per row. A row's outcome depends on its own logits, mask and state alone. One thread at a time.
 
-    vocab_size: V, how many logits a row has. device: where they lie.
+    vocab_size: V, how many logits a row has. device: where they lie. chooser: for a CPU; None: NumPy.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, vocab_size: int, device: torch.device | str = "cpu", chooser: RowChooser | None = None) -> None:
         self._vocab_size = vocab_size
         self._device = torch.device(device)
         self._cpu = CPUChooser(vocab_size) if self._device.type == "cpu" else None
+        self._chooser = chooser
 
     @torch.inference_mode()
     def sample(
@@ -64,9 +81,16 @@ class Sampler:
         if not states:
             return []
         adjusted = logits
-        if bitmask is not None or any(map(needed, states)):
+        adjusts = any(map(needed, states))
+        if self._chooser is not None and not adjusts:
+            chosen, largest, raw_largest = self._chooser.choose(logits, states, bitmask)
+            return self._results(logits, states, chosen, largest.tolist(), raw_largest.tolist())
+        if bitmask is not None or adjusts:
             adjusted = logits.clone(memory_format=torch.contiguous_format)
             adjust(adjusted, states, bitmask)
+        if self._chooser is not None:
+            chosen, largest, _ = self._chooser.choose(adjusted, states, None)
+            return self._results(logits, states, chosen, largest.tolist(), self._largest(logits)[1].tolist())
         chosen, largest = self._largest(adjusted)
         raw_largest = largest if adjusted is logits else self._largest(logits)[1]
         random = [row for row, state in enumerate(states) if not state.greedy]
@@ -137,7 +161,8 @@ class Sampler:
                 tops.append(state.params.logprobs)
         if rows:
             where = torch.tensor(rows, device=self._device)
-            for row, (logprob, top) in zip(rows, report(logits[where], chosen[where], tops), strict=True):
+            reported = (self._chooser.report if self._chooser is not None else report)(logits[where], chosen[where], tops)
+            for row, (logprob, top) in zip(rows, reported, strict=True):
                 results[row] = SampledToken(results[row].token_id, logprob, top)
         return results
 

@@ -75,7 +75,9 @@ class ReplicaApp:
         wrong = engine.health()
         if wrong is not None:
             return refusal("engine_failed" if engine.is_accepting else "shutting_down", wrong)
-        return json_reply({"status": "ok", "instance": engine.info.instance, "model": engine.info.model})
+        info = engine.info
+        startup = {} if info.startup is None else {"startup": info.startup}
+        return json_reply({"status": "ok", "instance": info.instance, "model": info.model, **startup})
 
     async def _info(self, request: web.Request) -> web.StreamResponse:
         return json_reply(self._ready_engine().info)

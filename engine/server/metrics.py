@@ -97,6 +97,11 @@ class _StatsCollector(Collector):
             "simulated": str(info.simulated),
         }
         yield InfoMetricFamily(f"{_PREFIX}replica", "What this replica is.", value=identity)
+        if info.startup is not None:
+            startup = GaugeMetricFamily(f"{_PREFIX}startup_seconds", "What the start took, by part.", labels=["part"])
+            for part in ("load", "compile", "warm_up"):
+                startup.add_metric([part], getattr(info.startup, part))
+            yield startup
         blocks = GaugeMetricFamily(f"{_PREFIX}kv_blocks", "KV blocks by state.", labels=["state"])
         blocks.add_metric(["free"], stats.free_blocks)
         blocks.add_metric(["cached"], stats.cached_blocks)

@@ -166,8 +166,18 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     retention_hints: bool = False
 
 
+class StartupSeconds(msgspec.Struct, frozen=True):
+    """What a start took, from the launch of the process on: loading (interpreter, weights, tokenizer), compiling kernels
+    (or finding them compiled), and warming up (measuring memory, a first pass)."""
+
+    load: float
+    compile: float
+    warm_up: float
+
+
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a worker is. `instance` is new at every start; `namespace` (hex) is not, as long as KV stays interchangeable."""
+    """What a worker is. `instance` is new at every start; `namespace` (hex) is not, as long as KV stays interchangeable.
+    `startup`: None for a worker that does not say."""
 
     protocol_version: int
     instance: str
@@ -180,6 +190,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_concurrency: int
     capabilities: Capabilities = Capabilities()
     simulated: bool = False
+    startup: StartupSeconds | None = None
 
 
 class WorkerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

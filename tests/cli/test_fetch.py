@@ -47,7 +47,7 @@ def test_serve_and_engine_fetch(tmp_path, monkeypatch):
 
     from cli.main import cli as command
 
-    def unreachable(name, cache_dir, console):
+    def unreachable(name, cache_dir, console, **_):
         raise CheckpointError(f"{name} cannot be fetched: the hub is not reached.")
 
     monkeypatch.setattr(cli.model, "fetch", unreachable)

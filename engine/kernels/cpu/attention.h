@@ -12,7 +12,8 @@
 namespace turnkeep {
 
 constexpr int kChunk = 256;    // keys a tile scores before it rescales
-constexpr int kMaxRows = 96;   // rows of a tile
+constexpr int kFewRows = 12;   // up to here the few-rows tile is the faster one
+constexpr int kMaxRows = 384;  // rows of a tile
 constexpr float kNegative = -3.0e38f;
 
 // A tile of work: rows [row, row + rows) of one sequence and KV head, against keys [key_begin, key_end).
@@ -48,15 +49,21 @@ static inline const T* key_row(const AttentionArgs& a, const Tile& t, int key, i
     return key_block<T>(a, t, key, side) + (key % a.block_size) * a.kv_token;
 }
 
-// One key or value as floats.
-template <class T, int D>
-static inline void widen_row(const AttentionArgs& a, const Tile& t, int key, int side, float* to) {
-    const T* from = key_row<T>(a, t, key, side);
-    if constexpr (std::is_same_v<T, Int8>) {
-        const float scale = *row_scale<D>(key_block<T>(a, t, key, side), a.block_size, key % a.block_size);
-        for (int d = 0; d < D; d += kLanes) store(to + d, load(from + d) * scale);
-    } else {
-        for (int d = 0; d < D; d += kLanes) store(to + d, load(from + d));
+// Calls use(index, key, value, scale of the key, scale of the value) for keys [begin, begin + keys).
+template <class T, int D, class Use>
+static inline void for_keys(const AttentionArgs& a, const Tile& t, int begin, int keys, const Use& use) {
+    for (int j = 0; j < keys;) {
+        const int offset = (begin + j) % a.block_size, run = std::min(keys - j, a.block_size - offset);
+        const T* k = key_block<T>(a, t, begin + j, 0);
+        const T* v = key_block<T>(a, t, begin + j, 1);
+        for (int i = 0; i < run; i++) {
+            if constexpr (std::is_same_v<T, Int8>)
+                use(j + i, k + (offset + i) * D, v + (offset + i) * D, row_scale<D>(k, a.block_size, offset)[i],
+                    row_scale<D>(v, a.block_size, offset)[i]);
+            else
+                use(j + i, k + (offset + i) * a.kv_token, v + (offset + i) * a.kv_token, 1.0f, 1.0f);
+        }
+        j += run;
     }
 }
 
@@ -107,127 +114,6 @@ static inline float softmax_chunk(float* scores, int keys, float scale, int firs
     sum = sum * shrink + sum_lanes(total);
     maximum = new_maximum;
     return shrink;
-}
-
-// Few rows: keys are widened once, each row takes its dot products token by token and sums sixteen of them at once.
-template <class T, int D>
-static void tile_few_rows(const AttentionArgs& a, const Tile& t, Rows& state) {
-    alignas(64) float wide[kLanes * D];
-    alignas(64) float scores[kMaxRows * kChunk];
-    const int rows = t.rows;
-    for (int begin = t.key_begin; begin < t.key_end; begin += kChunk) {
-        const int keys = std::min(kChunk, t.key_end - begin);
-        const int padded = (keys + kLanes - 1) / kLanes * kLanes;
-        for (int k = 0; k < padded; k += kLanes) {
-            for (int j = 0; j < kLanes; j++) widen_row<T, D>(a, t, begin + std::min(k + j, keys - 1), 0, wide + j * D);
-            for (int r = 0; r < rows; r++) {
-                const IoOf<T>* q = query_row<T>(a, t, t.row + r);
-                Vec query[D / kLanes], partial[kLanes];
-                for (int d = 0; d < D / kLanes; d++) query[d] = load(q + d * kLanes);
-                for (int j = 0; j < kLanes; j++) {
-                    Vec s = query[0] * load(wide + j * D);
-                    for (int d = 1; d < D / kLanes; d++) s += query[d] * load(wide + j * D + d * kLanes);
-                    partial[j] = s;
-                }
-                store(scores + r * kChunk + k, sum_each(partial));
-            }
-        }
-        for (int r = 0; r < rows; r++) {
-            const Visible v = visible(a, t.sequence, t.row + r);
-            const int first = v.first - begin, last = std::min(v.last - begin, keys - 1);
-            float* acc = state.acc + r * D;
-            if (last < 0 || first >= keys) {
-                std::fill(scores + r * kChunk, scores + r * kChunk + padded, 0.0f);
-                continue;
-            }
-            const float shrink =
-                softmax_chunk(scores + r * kChunk, padded, a.scale, first, last, state.maximum[r], state.sum[r]);
-            if (shrink != 1.0f)
-                for (int d = 0; d < D; d += kLanes) store(acc + d, load(acc + d) * shrink);
-        }
-        for (int k = 0; k < padded; k += kLanes) {
-            for (int j = 0; j < kLanes; j++) widen_row<T, D>(a, t, begin + std::min(k + j, keys - 1), 1, wide + j * D);
-            for (int r = 0; r < rows; r++) {
-                float* acc = state.acc + r * D;
-                const float* p = scores + r * kChunk + k;
-                Vec sum[D / kLanes];
-                for (int d = 0; d < D / kLanes; d++) sum[d] = load(acc + d * kLanes);
-                for (int j = 0; j < kLanes; j++)
-                    for (int d = 0; d < D / kLanes; d++) sum[d] += p[j] * load(wide + j * D + d * kLanes);
-                for (int d = 0; d < D / kLanes; d++) store(acc + d * kLanes, sum[d]);
-            }
-        }
-    }
-}
-
-// Many rows: a chunk's keys are transposed to [dim][key] once; six rows share every load of them.
-template <class T, int D>
-static void tile_many_rows(const AttentionArgs& a, const Tile& t, Rows& state) {
-    constexpr int kKeys = 64, kBlock = 6;
-    alignas(64) float keys_t[D * kKeys];
-    alignas(64) float values[kKeys * D];
-    alignas(64) float query[kMaxRows * D];
-    alignas(64) float scores[kMaxRows * kKeys];
-    const int rows = t.rows, padded_rows = (rows + kBlock - 1) / kBlock * kBlock;
-    for (int r = 0; r < padded_rows; r++) {
-        const IoOf<T>* q = query_row<T>(a, t, t.row + std::min(r, rows - 1));
-        for (int d = 0; d < D; d += kLanes) store(query + r * D + d, load(q + d));
-    }
-    for (int begin = t.key_begin; begin < t.key_end; begin += kKeys) {
-        const int keys = std::min(kKeys, t.key_end - begin);
-        for (int j = 0; j < kKeys; j++) {
-            const int key = begin + std::min(j, keys - 1);
-            alignas(64) float wide[D];
-            widen_row<T, D>(a, t, key, 0, wide);
-            for (int d = 0; d < D; d++) keys_t[d * kKeys + j] = wide[d];
-            widen_row<T, D>(a, t, key, 1, values + j * D);
-        }
-        for (int r = 0; r < padded_rows; r += kBlock) {
-            Vec s[kBlock][kKeys / kLanes] = {};
-            for (int d = 0; d < D; d++) {
-                Vec k[kKeys / kLanes];
-                for (int c = 0; c < kKeys / kLanes; c++) k[c] = load(keys_t + d * kKeys + c * kLanes);
-                for (int i = 0; i < kBlock; i++) {
-                    const float x = query[(r + i) * D + d];
-                    for (int c = 0; c < kKeys / kLanes; c++) s[i][c] += x * k[c];
-                }
-            }
-            for (int i = 0; i < kBlock; i++)
-                for (int c = 0; c < kKeys / kLanes; c++) store(scores + (r + i) * kKeys + c * kLanes, s[i][c]);
-        }
-        for (int r = 0; r < rows; r++) {
-            const Visible v = visible(a, t.sequence, t.row + r);
-            const int first = v.first - begin, last = std::min(v.last - begin, keys - 1);
-            float* acc = state.acc + r * D;
-            if (last < 0 || first >= keys) {
-                std::fill(scores + r * kKeys, scores + (r + 1) * kKeys, 0.0f);
-                continue;
-            }
-            const float shrink = softmax_chunk(scores + r * kKeys, kKeys, a.scale, first, last, state.maximum[r], state.sum[r]);
-            if (shrink != 1.0f)
-                for (int d = 0; d < D; d += kLanes) store(acc + d, load(acc + d) * shrink);
-        }
-        for (int r = 0; r < rows; r += kBlock) {
-            const int block = std::min(kBlock, rows - r);
-            for (int d = 0; d < D; d += 2 * kLanes) {
-                const int wide = std::min(2, (D - d) / kLanes);
-                Vec sum[kBlock][2];
-                for (int i = 0; i < kBlock; i++)
-                    for (int c = 0; c < wide; c++)
-                        sum[i][c] = load(state.acc + (r + std::min(i, block - 1)) * D + d + c * kLanes);
-                for (int j = 0; j < kKeys; j++) {
-                    Vec v[2];
-                    for (int c = 0; c < wide; c++) v[c] = load(values + j * D + d + c * kLanes);
-                    for (int i = 0; i < kBlock; i++) {
-                        const float p = scores[(r + std::min(i, block - 1)) * kKeys + j];
-                        for (int c = 0; c < wide; c++) sum[i][c] += p * v[c];
-                    }
-                }
-                for (int i = 0; i < block; i++)
-                    for (int c = 0; c < wide; c++) store(state.acc + (r + i) * D + d + c * kLanes, sum[i][c]);
-            }
-        }
-    }
 }
 
 }  // namespace turnkeep

@@ -7,11 +7,12 @@
 
 #include "attention.h"
 #include "attention_amx.h"
+#include "attention_few.h"
+#include "attention_many.h"
 #include "team.h"
 
 namespace turnkeep {
 
-constexpr int kFewRows = 12;       // up to here the few-rows tile is the faster one
 constexpr int kSplitKeys = 512;    // shortest run of keys worth a split of its own
 
 struct Plan {

@@ -63,11 +63,21 @@ static inline void rms_norm(const float* x, const float* weight, int n, float ep
     for (int i = 0; i < n; i += kLanes) store(out + i, load(x + i) * scale * load(weight + i));
 }
 
+// 1 / x for x in [1, 2], to the last bit or one beside it. Division takes as long as a dozen multiplications.
+static inline Vec inverse(Vec x) {
+#if defined(__AVX512F__)
+    const __m512 y = _mm512_rcp14_ps((__m512)x);
+    return (Vec)_mm512_mul_ps(y, _mm512_fnmadd_ps((__m512)x, y, _mm512_set1_ps(2.0f)));
+#else
+    return splat(1.0f) / x;
+#endif
+}
+
 // x sigmoid(x); the exponential of -|x|, so that both signs stay in range.
 static inline Vec silu(Vec x) {
     const Vec zero = splat(0.0f), one = splat(1.0f);
     const Vec e = exp_nonpositive(x < zero ? x : -x);
-    return x * (x < zero ? e : one) / (one + e);
+    return x * (x < zero ? e : one) * inverse(one + e);
 }
 
 // One head, in place: optional RMSNorm over it, then rotary embedding in the half-split order of Llama checkpoints.

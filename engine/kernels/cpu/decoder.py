@@ -163,6 +163,16 @@ class NativeDecoder:
         """Bytes of packed matrices."""
         return sum(owned.nbytes for owned in self._owned if isinstance(owned, PackedMatrix))
 
+    @property
+    def library(self) -> Library:
+        """What it was built with."""
+        return self._library
+
+    @property
+    def team(self) -> Team:
+        """The threads that it computes on."""
+        return self._team
+
     def _own(self, tensor: torch.Tensor) -> int:
         tensor = tensor.contiguous()
         self._owned.append(tensor)

@@ -17,8 +17,9 @@ KV_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 
 class CpuAttention:
     """Paged attention in C++: prefill over a cached prefix and decode in one call, parallel over sequences, heads and keys.
 
-    Computes in float32 (bfloat16 products on AMX) whatever the KV dtype is. What the layers compute in another dtype
-    is converted to the KV's, beside int8 KV to float32.
+    Computes in float32; prefill over other KV than float32 takes its products in bfloat16 on AMX, or in float16 where the
+    processor has them, with an error below that of keeping KV in bfloat16. What the layers compute in another dtype is
+    converted to the KV's, beside int8 KV to float32.
     """
 
     name = "cpu"

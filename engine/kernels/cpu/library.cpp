@@ -4,6 +4,7 @@
 
 #include "attention_plan.h"
 #include "decoder.h"
+#include "sampling.h"
 
 namespace turnkeep {
 namespace {
@@ -23,12 +24,23 @@ void attention(const AttentionArgs& a) {
 }  // namespace
 }  // namespace turnkeep
 
+// All else is hidden: what a thread keeps would otherwise be one for all libraries of a process, whose layouts differ.
+#pragma GCC visibility push(default)
 extern "C" {
 
 // What this build can use: 1 for AMX bfloat16 (asks the kernel for the tile registers), else 0.
 int turnkeep_init() {
     turnkeep::amx_allowed = turnkeep::request_amx();
     return turnkeep::amx_allowed ? 1 : 0;
+}
+
+// Whether attention over many rows takes its products in half precision (attention_many.h).
+int turnkeep_half_products() {
+#ifdef TURNKEEP_FP16
+    return 1;
+#else
+    return 0;
+#endif
 }
 
 // The threads that kernels run on; one call at a time uses them.
@@ -58,8 +70,14 @@ int turnkeep_write(const turnkeep::WriteArgs* w) {
 int64_t turnkeep_matrix_bytes(int64_t format, int64_t n, int64_t k) { return turnkeep::matrix_bytes(format, n, k); }
 void turnkeep_pack_matrix(const turnkeep::PackArgs* p) { turnkeep::pack_matrix(*p); }
 
+// Chooses a token for every row of logits.
+void turnkeep_sample(const turnkeep::SampleArgs* a) { turnkeep::sample(*a); }
+
 // Whether this build on this machine multiplies a format by a method (product.h).
 int turnkeep_has_method(int64_t format, int32_t method) { return turnkeep::has_method(format, method, turnkeep::amx_allowed); }
+
+// Log-probabilities of tokens.
+void turnkeep_report(const turnkeep::ReportArgs* r) { turnkeep::report(*r); }
 
 // out [m, n] = x [m, k] W^T, float32 rows.
 void turnkeep_multiply(const turnkeep::MultiplyArgs* a) { turnkeep::multiply_rows(*a); }
@@ -79,3 +97,4 @@ int turnkeep_forward(const turnkeep::ForwardArgs* f) {
     return 2;
 }
 }
+#pragma GCC visibility pop

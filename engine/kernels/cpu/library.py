@@ -18,12 +18,7 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
-SOURCES = (
-    *("vectors.h", "kv_rows.h", "attention.h", "attention_amx.h", "attention_plan.h"),
-    *("matrix.h", "operand.h", "product.h", "product_amx.h", "product_fma.h", "product_halves.h", "product_int8.h"),
-    *("decoder.h", "library.cpp", "team.h", "tiles.h", "tiles_emulated.h"),
-)
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-fvisibility=hidden")
 NATIVE = "native"
 BUILD_TIMEOUT = 300.0
 _DIGEST_BYTES = 32
@@ -104,8 +99,13 @@ class Library:
         self._has_method.argtypes, self._has_method.restype = (_int64, _int32), ctypes.c_int
         self._multiply = self._dll.turnkeep_multiply
         self._multiply.argtypes, self._multiply.restype = (_pointer,), None
+        self._sample = self._dll.turnkeep_sample
+        self._sample.argtypes, self._sample.restype = (_pointer,), None
+        self._report = self._dll.turnkeep_report
+        self._report.argtypes, self._report.restype = (_pointer,), None
         self._forward = self._dll.turnkeep_forward
         self._forward.argtypes, self._forward.restype = (_pointer,), ctypes.c_int
+        self.has_half_products = bool(self._dll.turnkeep_half_products())
         self.has_amx = bool(self._dll.turnkeep_init())
 
     def team(self, threads: int) -> Team:
@@ -135,6 +135,14 @@ class Library:
     def forward(self, args: ctypes.Structure) -> int:
         """Runs one forward pass (ForwardArgs of decoder.h); the GIL is released meanwhile. 0 on success."""
         return int(self._forward(ctypes.byref(args)))
+
+    def sample(self, args: ctypes.Structure) -> None:
+        """Chooses tokens (SampleArgs of sampling.h); the GIL is released meanwhile."""
+        self._sample(ctypes.byref(args))
+
+    def report(self, args: ctypes.Structure) -> None:
+        """Computes log-probabilities (ReportArgs of sampling.h); the GIL is released meanwhile."""
+        self._report(ctypes.byref(args))
 
     def attention(self, args: AttentionArgs) -> int:
         """Runs one attention call; the GIL is released meanwhile. 0 on success."""
@@ -191,7 +199,7 @@ def load_library(head_dim: int, cache_dir: Path, march: str = NATIVE) -> Library
     if head_dim % 16 or not 16 <= head_dim <= 256:
         raise KernelBuildError(f"head_dim {head_dim} is no multiple of 16 between 16 and 256")
     here = Path(__file__).parent
-    files = [here / name for name in SOURCES]
+    files = sorted(here.glob("*.[hc]*"))
     return Library(build_shared("kernels", here / "library.cpp", files, cache_dir, (f"-DTURNKEEP_HEAD_DIM={head_dim}",), march))
 
 

@@ -142,12 +142,13 @@ def pack(
 
 def quantized_format(matrix: QuantizedMatrix) -> Format:
     """The format that holds a quantised matrix exactly. Raises ValueError where there is none."""
-    if matrix.bits == 8 and matrix.group == matrix.codes.shape[1]:
-        if torch.equal(matrix.minimum, matrix.scale * -128.0):
-            return Format.CODES8
-        raise ValueError("codes of 8 bits with one scale a row must be symmetrical: minimum = -128 scale")
+    whole_rows = matrix.bits == 8 and matrix.group == matrix.codes.shape[1]
+    if whole_rows and torch.equal(matrix.minimum, matrix.scale * -128.0):
+        return Format.CODES8
     if matrix.group == GROUP and matrix.bits in (4, 8):
         return Format.CODES4_GROUPS if matrix.bits == 4 else Format.CODES8_GROUPS
+    if whole_rows:
+        raise ValueError("codes of 8 bits with one scale a row must be symmetrical: minimum = -128 scale")
     raise ValueError(f"no kernel multiplies {matrix.bits} bits in groups of {matrix.group}; groups are {GROUP} inputs or a row")
 
 

@@ -12,7 +12,7 @@ namespace turnkeep {
 
 // Twice the rate of float32. Each lane sums at most kHalfRun products in float16, then joins a float32 sum: the error of the sum
 // stays below that of rounding the operands to bfloat16. Lanes are (column, even or odd input).
-constexpr int64_t kHalfRun = 64;
+constexpr int64_t kHalfRun = 96;
 
 template <int M>
 static __attribute__((noinline)) void half_run(const char* left, const char* right, const char* x, int64_t stride, int64_t pairs,
@@ -20,6 +20,7 @@ static __attribute__((noinline)) void half_run(const char* left, const char* rig
     __m512h acc[M][2];
 #pragma GCC unroll 12
     for (int r = 0; r < M; r++) acc[r][0] = acc[r][1] = _mm512_setzero_ph();
+#pragma GCC unroll 4
     for (int64_t k = 0; k < pairs; k++, left += 64, right += 64, x += 4) {
         _mm_prefetch(left + kAhead, _MM_HINT_T0);
         _mm_prefetch(right + kAhead, _MM_HINT_T0);

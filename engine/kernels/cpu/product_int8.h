@@ -42,6 +42,7 @@ template <int M>
 static __attribute__((noinline)) void dot_run(const char* left, const char* right, const char* x, int64_t stride, int64_t steps, __m512i* out) {
     __m512i acc[M][2];
     clear<M>(acc);
+#pragma GCC unroll 4
     for (int64_t s = 0; s < steps; s++, left += 64, right += 64, x += 4) {
         _mm_prefetch(left + kAhead, _MM_HINT_T0);
         _mm_prefetch(right + kAhead, _MM_HINT_T0);
@@ -57,6 +58,7 @@ static __attribute__((noinline)) void dot_run_wide(const char* left, const char*
     __m512i high[M][2], low[M][2];
     clear<M>(high);
     clear<M>(low);
+#pragma GCC unroll 4
     for (int64_t s = 0; s < steps; s++, left += 64, right += 64, x += 4, x_low += 4) {
         _mm_prefetch(left + kAhead, _MM_HINT_T0);
         _mm_prefetch(right + kAhead, _MM_HINT_T0);
@@ -74,6 +76,7 @@ static __attribute__((noinline)) void dot_nibbles(const char* left, const char* 
     const __m512i mask = _mm512_set1_epi8(0x0f);
     __m512i acc[M][2];
     clear<M>(acc);
+#pragma GCC unroll 4
     for (int s = 0; s < 4; s++, left += 64, right += 64, x += 4) {
         _mm_prefetch(left + kAhead, _MM_HINT_T0);
         _mm_prefetch(right + kAhead, _MM_HINT_T0);
@@ -91,6 +94,7 @@ static __attribute__((noinline)) void dot_nibbles_wide(const char* left, const c
     __m512i high[M][2], low[M][2];
     clear<M>(high);
     clear<M>(low);
+#pragma GCC unroll 4
     for (int s = 0; s < 4; s++, left += 64, right += 64, x += 4, x_low += 4) {
         _mm_prefetch(left + kAhead, _MM_HINT_T0);
         _mm_prefetch(right + kAhead, _MM_HINT_T0);

@@ -3,6 +3,9 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
 namespace turnkeep {
 
@@ -43,15 +46,36 @@ static inline Vec load(const BFloat16* p) {
 }
 
 static inline Vec load(const Float16* p) {
+#ifdef __AVX512F__  // GCC 12 would convert one by one
+    return Vec(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
+#elif defined(__F16C__) && defined(__AVX2__)
+    __m256 halves[2];
+    for (int i = 0; i < 2; i++) halves[i] = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8 * i)));
+    Vec v;
+    memcpy(&v, halves, sizeof v);
+    return v;
+#else
     FVec h;
     memcpy(&h, p, sizeof h);
     return __builtin_convertvector(h, Vec);
+#endif
 }
 
 static inline Vec load(const Int8* p) {
+#ifdef __AVX512F__  // GCC 12 would convert one by one
+    return Vec(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))));
+#elif defined(__AVX2__)
+    __m256 halves[2];
+    for (int i = 0; i < 2; i++)
+        halves[i] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * i))));
+    Vec v;
+    memcpy(&v, halves, sizeof v);
+    return v;
+#else
     BVec b;
     memcpy(&b, p, sizeof b);
     return __builtin_convertvector(__builtin_convertvector(b, IVec), Vec);
+#endif
 }
 
 static inline void store(float* p, Vec v) { memcpy(p, &v, sizeof v); }
@@ -71,8 +95,12 @@ static inline void store(BFloat16* p, Vec v) {
 }
 
 static inline void store(Float16* p, Vec v) {
+#ifdef __AVX512F__
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(__m512(v), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#else
     FVec h = __builtin_convertvector(v, FVec);
     memcpy(p, &h, sizeof h);
+#endif
 }
 
 static inline float max_lane(Vec v) {
@@ -85,6 +113,14 @@ static inline float sum_lanes(Vec v) {
     float s = 0;
     for (int i = 0; i < kLanes; i++) s += v[i];
     return s;
+}
+
+static inline Vec vabs(Vec v) {
+    IVec bits;
+    memcpy(&bits, &v, sizeof bits);
+    bits &= 0x7fffffff;
+    memcpy(&v, &bits, sizeof v);
+    return v;
 }
 
 static inline Vec vmax(Vec a, Vec b) { return a > b ? a : b; }
@@ -107,6 +143,26 @@ static inline Vec exp_nonpositive(Vec x) {
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
     IVec bits = (n + 127) << 23;
+    Vec two_n;
+    memcpy(&two_n, &bits, sizeof two_n);
+    p = p * two_n;
+    return dead ? splat(0.0f) : p;
+}
+
+// 2^x for x <= 0 (and a little above), relative error below 2e-7; under -126 it gives 0. Cephes' exp2f.
+static inline Vec exp2_nonpositive(Vec x) {
+    const IVec dead = x < splat(-126.0f);
+    x = dead ? splat(0.0f) : x;
+    const Vec shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    const Vec whole = (x + shift) - shift, r = x - whole;
+    Vec p = splat(1.535336188319500e-4f);
+    p = p * r + 1.339887440266574e-3f;
+    p = p * r + 9.618437357674640e-3f;
+    p = p * r + 5.550332471162809e-2f;
+    p = p * r + 2.402264791363012e-1f;
+    p = p * r + 6.931472028550421e-1f;
+    p = p * r + 1.0f;
+    const IVec bits = (__builtin_convertvector(whole, IVec) + 127) << 23;
     Vec two_n;
     memcpy(&two_n, &bits, sizeof two_n);
     p = p * two_n;

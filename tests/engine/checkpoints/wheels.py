@@ -28,8 +28,11 @@ def gguf_names(layers):
     return [f"{name}.weight" for name in names] + [f"blk.{i}.{part}.weight" for i in range(layers) for part in parts]
 
 
-def write_gguf(checkpoint, path, quantisation=gguf.GGMLQuantizationType.F32, **changes):
-    """Writes a tiny Llama checkpoint as GGUF the way llama.cpp's converter does. `changes`: metadata that shall be other."""
+def write_gguf(checkpoint, path, quantisation=gguf.GGMLQuantizationType.F32, kinds=None, **changes):
+    """Writes a tiny Llama checkpoint as GGUF the way llama.cpp's converter does. `changes`: metadata that shall be other.
+
+    kinds: part of a tensor's name -> its quantisation, where that is another.
+    """
     config = LlamaConfig.from_pretrained(checkpoint)
     tensors = load_file(checkpoint / "model.safetensors")
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
@@ -69,7 +72,8 @@ def write_gguf(checkpoint, path, quantisation=gguf.GGMLQuantizationType.F32, **c
         elif ".attn_k." in name:
             weight = rows_interleaved(weight, config.num_key_value_heads)
         weight = np.ascontiguousarray(weight)
-        kind = gguf.GGMLQuantizationType.F32 if weight.ndim == 1 else quantisation
+        other = next((kind for part, kind in (kinds or {}).items() if part in name), quantisation)
+        kind = gguf.GGMLQuantizationType.F32 if weight.ndim == 1 else other
         writer.add_tensor(name, gguf.quantize(weight, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

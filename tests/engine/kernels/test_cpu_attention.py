@@ -211,3 +211,65 @@ begun.wait()
     folder = str(Path(__file__).parent)
     done = subprocess.run([sys.executable, "-c", code, folder, str(cache_dir)], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("spread", "bias"), [(1, 0), (4, 0), (8, 0), (1, 300), (4, 100)])
+def test_prefill_loses_less_than_bfloat16_memory_does(cache_dir, spread, bias):
+    """The kernel's own error, over keys and values as they are kept, beside what keeping them in bfloat16 or int8 costs."""
+    generator = torch.Generator().manual_seed(spread + bias)
+    step, spec = make_batch([(700, 700)], 16, 50, generator), AttentionSpec(6, 2, 64, 0.125)
+    kernel = CpuAttention.build(64, 2, cache_dir)
+    k, v = torch.randn(2, 700, 2, 64, generator=generator)
+    k[:, :, ::16] += torch.randn(2, 4, generator=generator) * bias  # Qwen2's key biases are that large
+    q = (torch.randn(700, 6, 64, generator=generator) * spread).bfloat16().float()
+    precise = poisoned(torch.float32, 50, 2, 2, 16, 64)
+    ReferenceAttention().write(precise, k, v, step)
+    wanted = exact(q, precise, spec, step)
+    lost = {}
+    for dtype in (torch.bfloat16, torch.float16, torch.int8):
+        kv = poisoned(dtype, 50, 2, 2, 16, 64)
+        kernel.write(kv, k, v, step)
+        kept = exact(q, kv, spec, step)
+        lost[dtype] = float((kept - wanted).norm())
+        computed = float((kernel.attend(q, kv, spec, step).double() - kept).norm())
+        assert computed < lost[torch.bfloat16]
+    assert computed < 0.5 * lost[torch.int8]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8])
+@pytest.mark.parametrize(("keys", "values"), [(1e4, 1.0), (1.0, 1e5), (1e6, 1e6)])
+def test_huge_keys_and_values_do_not_overflow(cache_dir, dtype, keys, values):
+    """Half precision ends at 65504: what would leave it is computed in float32, chunk by chunk."""
+    generator = torch.Generator().manual_seed(1)
+    step, spec = make_batch([(150, 400)], 16, 30, generator), AttentionSpec(4, 2, 64, 0.125 / keys)
+    past = make_batch([(400, 400)], 16, 30, None, step.block_tables)
+    k, v = torch.randn(2, 400, 2, 64, generator=generator)
+    k[200:], v[100:200] = k[200:] * keys, v[100:200] * values
+    q = torch.randn(150, 4, 64, generator=generator)
+    kv, kernel = poisoned(dtype, 30, 2, 2, 16, 64), CpuAttention.build(64, 1, cache_dir)
+    kernel.write(kv, k, v, past)
+    wanted, got = exact(q, kv, spec, step), kernel.attend(q, kv, spec, step)
+    assert got.isfinite().all()
+    assert (got - wanted).norm() < 0.02 * wanted.norm()
+
+
+def test_poison_stays_with_the_tokens_that_see_it(cache_dir):
+    """A key or value that is NaN spoils the answers of later tokens of its sequence and no others."""
+    generator = torch.Generator().manual_seed(1)
+    for dtype in (torch.float32, torch.bfloat16, torch.int8):
+        step, spec = make_batch([(300, 300), (200, 200), (1, 90)], 16, 50, generator), AttentionSpec(4, 2, 64, 0.125)
+        kernel = CpuAttention.build(64, 2, cache_dir)
+        q, k, v = torch.randn(501, 4, 64), torch.randn(501, 2, 64), torch.randn(501, 2, 64)
+        clean = poisoned(dtype, 50, 2, 2, 16, 64)
+        kernel.write(
+            clean, torch.randn(90, 2, 64), torch.randn(90, 2, 64), make_batch([(90, 90)], 16, 50, None, step.block_tables[2:])
+        )
+        spoilt = clean.clone()
+        kernel.write(clean, k, v, step)
+        k[150, 1, 5], v[260, 0, 9] = torch.nan, torch.inf
+        kernel.write(spoilt, k, v, step)
+        wanted, got = kernel.attend(q, clean, spec, step), kernel.attend(q, spoilt, spec, step)
+        assert not got[150:300, 2:].isfinite().any(-1).any()
+        assert not got[260:300, :2].isfinite().all(-1).any()
+        assert got[300:].isfinite().all()
+        assert torch.equal(got[300:], wanted[300:])

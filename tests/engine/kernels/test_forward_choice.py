@@ -13,10 +13,19 @@ from engine.forward_choice import choose_forward
 from engine.kernels.cpu import library
 from engine.kernels.cpu.decoder import NativeDecoder
 from engine.kernels.cpu.kernel import CpuAttention
+from engine.kernels.cpu.library import load_library
 from engine.kernels.reference import ReferenceAttention
 from engine.models.registry import load_model
 
 FITS = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+
+
+@pytest.fixture
+def kernel_dir(kernel_cache, tmp_path):
+    """A directory of its own, with the kernels in it but nothing measured yet."""
+    path = load_library(32, kernel_cache).path
+    shutil.copy(path, tmp_path / path.name)
+    return tmp_path
 
 
 @pytest.fixture
@@ -35,27 +44,27 @@ def choose(path, dtype, kernel_dir, **settings):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler on this machine")
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_whole_pass_runs_in_cpp_and_one_line_says_how(tiny_checkpoint, tmp_path, caplog, dtype):
+def test_the_whole_pass_runs_in_cpp_and_one_line_says_how(tiny_checkpoint, kernel_dir, caplog, dtype):
     caplog.set_level(logging.INFO, logger="engine.forward_choice")
     path = tiny_checkpoint("llama", **FITS)
-    chosen = choose(path, dtype, tmp_path)
+    chosen = choose(path, dtype, kernel_dir)
     assert isinstance(chosen, NativeDecoder)
     (record,) = caplog.records
     assert "runs in C++ on 1 threads" in record.message
     assert ("float32 by fma" in record.message) == (dtype == torch.float32)
     # What was measured is kept: the next start reads it.
-    (kept,) = tmp_path.glob("*.methods.json")
+    (kept,) = kernel_dir.glob("*.methods.json")
     before = kept.stat().st_mtime_ns
-    again = choose(path, dtype, tmp_path)
+    again = choose(path, dtype, kernel_dir)
     assert again.formats == chosen.formats
     assert kept.stat().st_mtime_ns == before
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler on this machine")
 @pytest.mark.usefixtures("one_thread")
-def test_a_model_that_cannot_run_whole_has_its_attention_in_cpp(tiny_checkpoint, tmp_path, caplog):
+def test_a_model_that_cannot_run_whole_has_its_attention_in_cpp(tiny_checkpoint, kernel_dir, caplog):
     caplog.set_level(logging.INFO, logger="engine.forward_choice")
-    chosen = choose(tiny_checkpoint("llama", **FITS, attention_bias=True), torch.float32, tmp_path)
+    chosen = choose(tiny_checkpoint("llama", **FITS, attention_bias=True), torch.float32, kernel_dir)
     assert isinstance(chosen, LayeredForward)
     assert isinstance(chosen.kernel, CpuAttention)
     (record,) = caplog.records

@@ -95,8 +95,9 @@ def test_logits_are_as_close_to_float32_as_the_dtype_allows(tiny_checkpoint, lib
         if dtype == "float32":
             assert error < 1e-5
         else:
-            assert error <= 1.25 * allowed
             assert error < 0.02
+            # Products summed in float16 (Method.HALF) are as good as bfloat16, not as float16 summed in float32.
+            assert dtype == "float16" or error <= 1.25 * allowed
 
     # The same tokens in steps of mixed prefill and decode.
     lengths = (70, 33, 17)

@@ -1,6 +1,9 @@
-"""Both ways of choosing against the plain reference, for random parameters together and each by itself."""
+"""The ways of choosing against the plain reference, for random parameters together and each by itself."""
 
+import functools
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 
 import msgspec
@@ -11,6 +14,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sampling_reference import kept, sample
 
+from engine.checkpoints import default_cache_dir
+from engine.kernels.cpu.kernel import CpuAttention
+from engine.kernels.cpu.library import KernelBuildError
+from engine.kernels.cpu.sampling import CpuSampler
 from engine.sampling import choose_device
 from engine.sampling.sampler import Sampler
 from engine.sampling.state import SamplingState
@@ -30,7 +37,33 @@ class DeviceSampler(Sampler):
         self._cpu = None
 
 
-SAMPLERS = {(kind, size): kind(size) for kind in (Sampler, DeviceSampler) for size in SIZES}
+class NativeSampler(Sampler):
+    """In C++, on two threads."""
+
+    def __init__(self, vocab_size):
+        super().__init__(vocab_size, "cpu", native_chooser())
+
+
+@functools.cache
+def native_chooser():
+    cache = Path(os.environ.get("TURNKEEP_CACHE_DIR") or default_cache_dir())
+    try:
+        kernel = CpuAttention.build(64, 2, cache / "kernels")
+    except KernelBuildError as error:
+        pytest.skip(f"no kernels here: {error}")
+    return CpuSampler(kernel.library, kernel.team)
+
+
+class Samplers(dict):
+    """(kind, vocabulary size) -> sampler, made when it is first asked for."""
+
+    def __missing__(self, key):
+        kind, size = key
+        return self.setdefault(key, kind(size))
+
+
+KINDS = (Sampler, DeviceSampler, NativeSampler)
+SAMPLERS = Samplers()
 
 
 @dataclass
@@ -127,7 +160,7 @@ def tokens(kind, rows):
     return [token.token_id for token in sampled]
 
 
-@pytest.mark.parametrize("kind", [Sampler, DeviceSampler])
+@pytest.mark.parametrize("kind", KINDS)
 @given(params=st.lists(PARAMS, min_size=1, max_size=5), size=st.sampled_from(SIZES), seed=st.integers(0, 2**32))
 @settings(max_examples=80, deadline=None)
 @example(params=[SamplingParams(min_tokens=3, repetition_penalty=1.3)], size=33, seed=0)
@@ -151,7 +184,7 @@ ALONE = {
 }
 
 
-@pytest.mark.parametrize("kind", [Sampler, DeviceSampler])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in ALONE.items() for value in values])
 def test_each_parameter_by_itself(kind, field, value):
     params = SamplingParams(**({"min_tokens": 8} if field == "stop_token_ids" else {}) | {field: value})
@@ -160,7 +193,7 @@ def test_each_parameter_by_itself(kind, field, value):
         assert token_id in row.expected()
 
 
-@pytest.mark.parametrize("kind", [Sampler, DeviceSampler])
+@pytest.mark.parametrize("kind", KINDS)
 @given(params=PARAMS, seed=st.integers(0, 2**32))
 @settings(max_examples=60, deadline=None)
 def test_equal_logits(kind, params, seed):

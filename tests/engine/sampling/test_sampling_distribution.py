@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from sampling_reference import adjusted, probabilities
-from test_sampler_reference import SAMPLERS, DeviceSampler
+from test_sampler_reference import KINDS, SAMPLERS, NativeSampler
 
 from engine.sampling.sampler import Sampler
 from engine.sampling.state import SamplingState
@@ -58,7 +58,7 @@ def check(drawn, expected):
     assert ((observed - wanted) ** 2 / wanted).sum() < chi_square_bound(len(wanted) - 1)
 
 
-@pytest.mark.parametrize("kind", [Sampler, DeviceSampler])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CASES)
 def test_draws_follow_the_exact_probabilities(kind, name):
     """Over seeds, choices and positions in turn."""
@@ -91,12 +91,13 @@ def test_one_seed_along_its_positions():
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_p=0.97)], ids=["plain", "top_p"])
-def test_a_large_vocabulary(params):
+@pytest.mark.parametrize("kind", [Sampler, NativeSampler])
+def test_a_large_vocabulary(kind, params):
     """Every bin of ids gets its share, also of tokens of one in a million."""
     size, draws, bins = 49152, 3000, 48
     row = (np.random.default_rng(6).standard_normal(size) * 2).astype(np.float32)
     expected = probabilities(row.astype(np.float64), params)
-    sampler, drawn = Sampler(size), []
+    sampler, drawn = kind(size), []
     logits = torch.from_numpy(row).expand(100, size)
     for first in range(0, draws, 100):
         states = [SamplingState(params, NONE, seed, 0, ()) for seed in range(first, first + 100)]

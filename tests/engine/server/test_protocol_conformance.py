@@ -1,6 +1,7 @@
 """What docs/worker-protocol.md promises, over real sockets, of a simulated replica and of one that runs a model."""
 
 import asyncio
+import re
 import socket
 import threading
 
@@ -18,6 +19,7 @@ from gateway.workers.protocol import (
     GenerateRequest,
     SamplingParams,
     Started,
+    StartupSeconds,
     Tokens,
     WorkerInfo,
 )
@@ -34,9 +36,20 @@ async def test_health_info_and_stats(load):
     async with running(load) as replica:
         status, answer = await replica.get("/health")
         assert status == 200
-        assert msgspec.json.decode(answer)["status"] == "ok"
+        health = msgspec.json.decode(answer)
         info = msgspec.json.decode((await replica.get("/v1/info"))[1], type=WorkerInfo)
         assert info == replica.core.info
+        assert (health["status"], health["instance"], health["model"]) == ("ok", info.instance, info.model)
+        if info.simulated:
+            assert "startup" not in health
+            assert info.startup is None
+        else:
+            assert msgspec.convert(health["startup"], StartupSeconds) == info.startup
+            metrics = (await replica.get("/metrics"))[1].decode()
+            for part in ("load", "compile", "warm_up"):
+                (value,) = re.findall(rf'turnkeep_engine_startup_seconds{{part="{part}"}} (\S+)', metrics)
+                assert float(value) == getattr(info.startup, part)
+            assert info.startup.load > 0
         assert (info.protocol_version, info.block_size, info.num_blocks) == (PROTOCOL_VERSION, 16, 256)
         stats = await replica.stats()
         assert (stats.running, stats.waiting, stats.free_blocks, stats.requests_total) == (0, 0, 256, 0)
