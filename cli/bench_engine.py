@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 PEERS = ("transformers", "openvino", "vllm")
 _DISTURBED = 0.05
+_FOREIGN = 0.15
 
 
 @click.command("engine")
@@ -162,6 +163,11 @@ def _show(report: Report) -> None:
             f"of {overhead.step * 1e3:.2f} ms a step"
         )
     for row in report.rows:
+        if row.foreign > _FOREIGN:
+            console.print(
+                f"[yellow]{row.work.name}: other processes used {row.foreign:.0%} of a processor meanwhile; "
+                "stop them and measure again.[/]"
+            )
         if row.disturbance > _DISTURBED:
             console.print(
                 f"[yellow]{row.work.name}: a side used {row.disturbance:.0%} of a processor during another's turn; "

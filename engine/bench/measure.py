@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import psutil
 import torch
 
 from engine.bench.machine import Machine
@@ -45,7 +46,8 @@ class Rate:
 @dataclass(frozen=True, slots=True)
 class Row:
     """One work's outcome. roofline: tokens a second; bound: memory, or the instruction that the linear layers would use.
-    disturbance: the largest share of a processor that a side used during another's turn."""
+    disturbance: the largest share of a processor that a side used during another's turn; foreign: that all processes beside the
+    sides used during a turn, the mean over the turns."""
 
     work: Work
     own: Rate
@@ -53,6 +55,7 @@ class Row:
     roofline: float
     bound: str
     disturbance: float
+    foreign: float
 
     @property
     def share(self) -> float:
@@ -90,7 +93,7 @@ def measure(
     measured again then, and the better figures are the roofline's."""
     generator = torch.Generator().manual_seed(seed)
     sides: list[Side] = [own, *peers]
-    outcomes: list[tuple[Work, dict[str, list[float]], float]] = []
+    outcomes: list[tuple[Work, _Turns]] = []
     overheads: list[Overhead] = []
     for work in works:
         shape = [length for length, _ in work.requests]
@@ -113,15 +116,16 @@ def measure(
                 overheads.append(Overhead(batch, statistics.median(timed[0]), statistics.median(timed[1])))
         else:
             turns.run(prompts)
-        outcomes.append((work, turns.seconds, turns.disturbance))
+        outcomes.append((work, turns))
     measured = machine()
     rows = []
-    for work, seconds, disturbance in outcomes:
-        rates = {name: Rate(tuple(work.tokens / taken for taken in times)) for name, times in seconds.items()}
+    for work, turns in outcomes:
+        rates = {name: Rate(tuple(work.tokens / taken for taken in times)) for name, times in turns.seconds.items()}
         # Decode's context grows from turn to turn; the middle one stands for the median.
         least = roofline(work.plan(budget, turn=1 + repeats // 2), spec, precision, measured)
         bound = "memory" if least.memory_share > 0.5 else least.instruction
-        rows.append(Row(work, rates.pop(own.name), rates, work.tokens / least.seconds, bound, disturbance))
+        own_rate = rates.pop(own.name)
+        rows.append(Row(work, own_rate, rates, work.tokens / least.seconds, bound, turns.disturbance, turns.foreign))
     return rows, overheads
 
 
@@ -131,6 +135,7 @@ class _Turns:
     def __init__(self, sides: Sequence[Side], progress: Progress, work: Work, repeats: int) -> None:
         self.seconds: dict[str, list[float]] = {side.name: [] for side in sides}
         self.disturbance = 0.0
+        self._foreign_seconds = 0.0
         self._sides = sides
         self._progress = progress
         self._work = work
@@ -160,16 +165,30 @@ class _Turns:
             side.end()
 
     @property
+    def foreign(self) -> float:
+        """Share of a processor that processes beside the sides used during the turns that count."""
+        taken = sum(sum(times) for times in self.seconds.values())
+        return max(0.0, self._foreign_seconds) / taken
+
+    @property
     def _total(self) -> int:
         return (self._repeats + 1) * len(self._sides)
 
     def _turn(self, side: Side, turn: int, call: Callable[[], float]) -> None:
         self._progress(f"{self._work.name}: {side.name}", self._done, self._total)
         self._done += 1
-        others = [other for other in self._sides if other is not side]
-        before = [other.cpu_seconds() for other in others]
+        before, busy = [any_side.cpu_seconds() for any_side in self._sides], _busy_seconds()
         seconds = call()
-        used = [other.cpu_seconds() - then for other, then in zip(others, before, strict=True)]
+        all_used = [any_side.cpu_seconds() - then for any_side, then in zip(self._sides, before, strict=True)]
+        foreign = _busy_seconds() - busy - sum(all_used)
+        used = [taken for taken, other in zip(all_used, self._sides, strict=True) if other is not side]
         if turn:
             self.seconds[side.name].append(seconds)
+            self._foreign_seconds += foreign
             self.disturbance = max(self.disturbance, *(taken / seconds for taken in used if taken >= _CLOCK_TICKS), 0.0)
+
+
+def _busy_seconds() -> float:
+    """Processor time that all processes of this machine have used."""
+    times = psutil.cpu_times()
+    return float(times.user + times.system + getattr(times, "nice", 0.0))

@@ -50,6 +50,7 @@ def _row(row: Row) -> dict[str, Any]:
         "bound": row.bound,
         "share": row.share,
         "disturbance": row.disturbance,
+        "foreign": row.foreign,
         "peers": {name: {**_rate(rate), "ratio": row.ratio(name)} for name, rate in row.peers.items()},
     }
 

@@ -53,6 +53,7 @@ def test_a_run_against_transformers(bench, tiny_checkpoint, tmp_path):
         assert row["seconds"] == pytest.approx(row["tokens"] / row["rate"]["median"])
         assert row["share"] == pytest.approx(row["rate"]["median"] / row["roofline"])
         assert 0 < row["share"] < 1
+        assert row["foreign"] >= 0
         peer = row["peers"]["transformers"]
         assert peer["ratio"] == pytest.approx(row["rate"]["median"] / peer["median"])
         line = next(line for line in result.output.splitlines() if line.startswith(row["work"]))

@@ -49,15 +49,21 @@ static inline const T* key_row(const AttentionArgs& a, const Tile& t, int key, i
     return key_block<T>(a, t, key, side) + (key % a.block_size) * a.kv_token;
 }
 
-// One key or value as floats.
-template <class T, int D>
-static inline void widen_row(const AttentionArgs& a, const Tile& t, int key, int side, float* to) {
-    const T* from = key_row<T>(a, t, key, side);
-    if constexpr (std::is_same_v<T, Int8>) {
-        const float scale = *row_scale<D>(key_block<T>(a, t, key, side), a.block_size, key % a.block_size);
-        for (int d = 0; d < D; d += kLanes) store(to + d, load(from + d) * scale);
-    } else {
-        for (int d = 0; d < D; d += kLanes) store(to + d, load(from + d));
+// Calls use(index, key, value, scale of the key, scale of the value) for keys [begin, begin + keys).
+template <class T, int D, class Use>
+static inline void for_keys(const AttentionArgs& a, const Tile& t, int begin, int keys, const Use& use) {
+    for (int j = 0; j < keys;) {
+        const int offset = (begin + j) % a.block_size, run = std::min(keys - j, a.block_size - offset);
+        const T* k = key_block<T>(a, t, begin + j, 0);
+        const T* v = key_block<T>(a, t, begin + j, 1);
+        for (int i = 0; i < run; i++) {
+            if constexpr (std::is_same_v<T, Int8>)
+                use(j + i, k + (offset + i) * D, v + (offset + i) * D, row_scale<D>(k, a.block_size, offset)[i],
+                    row_scale<D>(v, a.block_size, offset)[i]);
+            else
+                use(j + i, k + (offset + i) * a.kv_token, v + (offset + i) * a.kv_token, 1.0f, 1.0f);
+        }
+        j += run;
     }
 }
 
@@ -84,7 +90,9 @@ struct Rows {
 
 // Turns the scores of one row over `keys` keys (a multiple of 16, padded with whatever) into probabilities, in place, and folds
 // the new maximum and sum into the row's state. Returns the factor by which what the row has gathered must shrink.
-static inline float softmax_chunk(float* scores, int keys, float scale, int first, int last, float& maximum, float& sum) {
+// (Not inlined: a build for AVX2 took a minute where it was.)
+static __attribute__((noinline)) float softmax_chunk(float* scores, int keys, float scale, int first, int last, float& maximum,
+                                                     float& sum) {
     const IVec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     Vec top = splat(kNegative);
     for (int k = 0; k < keys; k += kLanes) {
@@ -108,57 +116,6 @@ static inline float softmax_chunk(float* scores, int keys, float scale, int firs
     sum = sum * shrink + sum_lanes(total);
     maximum = new_maximum;
     return shrink;
-}
-
-// Few rows: keys are widened once, each row takes its dot products token by token and sums sixteen of them at once.
-template <class T, int D>
-static void tile_few_rows(const AttentionArgs& a, const Tile& t, Rows& state) {
-    alignas(64) float wide[kLanes * D];
-    alignas(64) float scores[kFewRows * kChunk];
-    const int rows = t.rows;
-    for (int begin = t.key_begin; begin < t.key_end; begin += kChunk) {
-        const int keys = std::min(kChunk, t.key_end - begin);
-        const int padded = (keys + kLanes - 1) / kLanes * kLanes;
-        for (int k = 0; k < padded; k += kLanes) {
-            for (int j = 0; j < kLanes; j++) widen_row<T, D>(a, t, begin + std::min(k + j, keys - 1), 0, wide + j * D);
-            for (int r = 0; r < rows; r++) {
-                const IoOf<T>* q = query_row<T>(a, t, t.row + r);
-                Vec query[D / kLanes], partial[kLanes];
-                for (int d = 0; d < D / kLanes; d++) query[d] = load(q + d * kLanes);
-                for (int j = 0; j < kLanes; j++) {
-                    Vec s = query[0] * load(wide + j * D);
-                    for (int d = 1; d < D / kLanes; d++) s += query[d] * load(wide + j * D + d * kLanes);
-                    partial[j] = s;
-                }
-                store(scores + r * kChunk + k, sum_each(partial));
-            }
-        }
-        for (int r = 0; r < rows; r++) {
-            const Visible v = visible(a, t.sequence, t.row + r);
-            const int first = v.first - begin, last = std::min(v.last - begin, keys - 1);
-            float* acc = state.acc + r * D;
-            if (last < 0 || first >= keys) {
-                std::fill(scores + r * kChunk, scores + r * kChunk + padded, 0.0f);
-                continue;
-            }
-            const float shrink =
-                softmax_chunk(scores + r * kChunk, padded, a.scale, first, last, state.maximum[r], state.sum[r]);
-            if (shrink != 1.0f)
-                for (int d = 0; d < D; d += kLanes) store(acc + d, load(acc + d) * shrink);
-        }
-        for (int k = 0; k < padded; k += kLanes) {
-            for (int j = 0; j < kLanes; j++) widen_row<T, D>(a, t, begin + std::min(k + j, keys - 1), 1, wide + j * D);
-            for (int r = 0; r < rows; r++) {
-                float* acc = state.acc + r * D;
-                const float* p = scores + r * kChunk + k;
-                Vec sum[D / kLanes];
-                for (int d = 0; d < D / kLanes; d++) sum[d] = load(acc + d * kLanes);
-                for (int j = 0; j < kLanes; j++)
-                    for (int d = 0; d < D / kLanes; d++) sum[d] += p[j] * load(wide + j * D + d * kLanes);
-                for (int d = 0; d < D / kLanes; d++) store(acc + d * kLanes, sum[d]);
-            }
-        }
-    }
 }
 
 }  // namespace turnkeep

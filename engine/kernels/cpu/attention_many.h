@@ -310,24 +310,6 @@ static void attend_chunk(const typename M::Packed* keys, const typename M::Packe
         });
 }
 
-// Calls use(index, key, value, scale of the key, scale of the value) for keys [begin, begin + keys).
-template <class T, int D, class Use>
-static inline void for_keys(const AttentionArgs& a, const Tile& t, int begin, int keys, const Use& use) {
-    for (int j = 0; j < keys;) {
-        const int offset = (begin + j) % a.block_size, run = std::min(keys - j, a.block_size - offset);
-        const T* k = key_block<T>(a, t, begin + j, 0);
-        const T* v = key_block<T>(a, t, begin + j, 1);
-        for (int i = 0; i < run; i++) {
-            if constexpr (std::is_same_v<T, Int8>)
-                use(j + i, k + (offset + i) * D, v + (offset + i) * D, row_scale<D>(k, a.block_size, offset)[i],
-                    row_scale<D>(v, a.block_size, offset)[i]);
-            else
-                use(j + i, k + (offset + i) * a.kv_token, v + (offset + i) * a.kv_token, 1.0f, 1.0f);
-        }
-        j += run;
-    }
-}
-
 template <class M, class T, int D>
 static inline void pack_chunk(const AttentionArgs& a, const Tile& t, int begin, int keys, int padded, ManyRows<D>& w,
                               typename M::Packed* packed_keys, typename M::Packed* packed_values) {

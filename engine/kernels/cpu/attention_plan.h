@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "attention_amx.h"
+#include "attention_few.h"
 #include "attention_many.h"
 #include "team.h"
 

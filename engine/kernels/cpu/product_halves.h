@@ -12,7 +12,7 @@ namespace turnkeep {
 
 // Twice the rate of float32. Each lane sums at most kHalfRun products in float16, then joins a float32 sum: the error of the sum
 // stays below that of rounding the operands to bfloat16. Lanes are (column, even or odd input).
-constexpr int64_t kHalfRun = 64;
+constexpr int64_t kHalfRun = 96;
 
 template <int M>
 static __attribute__((noinline)) void half_run(const char* left, const char* right, const char* x, int64_t stride, int64_t pairs,

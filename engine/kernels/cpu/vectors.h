@@ -3,6 +3,9 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
 namespace turnkeep {
 
@@ -43,15 +46,36 @@ static inline Vec load(const BFloat16* p) {
 }
 
 static inline Vec load(const Float16* p) {
+#ifdef __AVX512F__  // GCC 12 would convert one by one
+    return Vec(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
+#elif defined(__F16C__) && defined(__AVX2__)
+    __m256 halves[2];
+    for (int i = 0; i < 2; i++) halves[i] = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8 * i)));
+    Vec v;
+    memcpy(&v, halves, sizeof v);
+    return v;
+#else
     FVec h;
     memcpy(&h, p, sizeof h);
     return __builtin_convertvector(h, Vec);
+#endif
 }
 
 static inline Vec load(const Int8* p) {
+#ifdef __AVX512F__  // GCC 12 would convert one by one
+    return Vec(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))));
+#elif defined(__AVX2__)
+    __m256 halves[2];
+    for (int i = 0; i < 2; i++)
+        halves[i] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * i))));
+    Vec v;
+    memcpy(&v, halves, sizeof v);
+    return v;
+#else
     BVec b;
     memcpy(&b, p, sizeof b);
     return __builtin_convertvector(__builtin_convertvector(b, IVec), Vec);
+#endif
 }
 
 static inline void store(float* p, Vec v) { memcpy(p, &v, sizeof v); }
@@ -71,8 +95,12 @@ static inline void store(BFloat16* p, Vec v) {
 }
 
 static inline void store(Float16* p, Vec v) {
+#ifdef __AVX512F__
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(__m512(v), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#else
     FVec h = __builtin_convertvector(v, FVec);
     memcpy(p, &h, sizeof h);
+#endif
 }
 
 static inline float max_lane(Vec v) {
@@ -142,6 +170,25 @@ static inline Vec exp2_nonpositive(Vec x) {
 }
 
 // Sixteen vectors -> one vector whose lane i is the sum of vector i. Four halving rounds of shuffles and adds.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Sixteen-lane shuffles would be taken apart lane by lane here.
+static __attribute__((noinline)) Vec sum_each(const Vec* rows) {
+    __m256 sums[2];
+    for (int h = 0; h < 2; h++) {
+        __m256 r[8];
+        for (int i = 0; i < 8; i++) {
+            const float* row = reinterpret_cast<const float*>(rows + 8 * h + i);
+            r[i] = _mm256_add_ps(_mm256_load_ps(row), _mm256_load_ps(row + 8));
+        }
+        const __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(r[0], r[1]), _mm256_hadd_ps(r[2], r[3]));
+        const __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(r[4], r[5]), _mm256_hadd_ps(r[6], r[7]));
+        sums[h] = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+    }
+    Vec v;
+    memcpy(&v, sums, sizeof v);
+    return v;
+}
+#else
 static inline Vec sum_each(const Vec* rows) {
     Vec a[8], b[4], c[2];
     const IVec lo1 = {0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30};
@@ -166,5 +213,6 @@ static inline Vec sum_each(const Vec* rows) {
     const IVec hi4 = {8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31};
     return __builtin_shuffle(c[0], c[1], lo4) + __builtin_shuffle(c[0], c[1], hi4);
 }
+#endif
 
 }  // namespace turnkeep

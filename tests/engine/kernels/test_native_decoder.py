@@ -107,7 +107,7 @@ def test_logits_are_as_close_to_float32_as_the_dtype_allows(tiny_checkpoint, lib
     native.run(step(ids, [(0, 0, 37), (1, 0, 1)], 5), kv, [])
     native.run(step(ids, [(1, 1, 32), (0, 37, 38), (2, 0, 16)], 5), kv, [0])
     last = native.run(step(ids, [(0, 38, 70), (1, 32, 33), (2, 16, 17)], 5), kv, [31, 32, 33])
-    assert (last - at_once).norm() / at_once.norm() < (1e-5 if dtype == "float32" else 0.01)
+    assert (last - at_once).norm() / at_once.norm() < (1e-5 if dtype == "float32" else 0.03)
     team.close()
 
 

@@ -70,7 +70,8 @@ def check(library, team, matrix_format, method, n, k, rows, seed):
     assert got.shape == (rows, n)
     size = (x.double().square() @ exact.T.square()).sqrt()  # of the terms; sums may cancel
     error = ((got - wanted).abs() / size.clamp_min(1e-30)).square().mean(1).sqrt()
-    assert error.max() < BOUNDS[method], (matrix_format.name, method.name, n, k, rows, error.max())
+    bound = BOUNDS[method] * (3 if n == 1 else 1)  # one value, not the mean over a row
+    assert error.max() < bound, (matrix_format.name, method.name, n, k, rows, error.max())
     if rows > 2:
         assert not got[rows // 3].any()
 
