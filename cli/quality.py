@@ -107,7 +107,7 @@ def _print(verdicts: Sequence[Verdict]) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("format", no_wrap=True)
     table.add_column("against", no_wrap=True)
-    for header in ("perplexity", "ratio", "agreement", "divergence", "logit error", "common prefix"):
+    for header in ("perplexity", "ratio", "agreement", "divergence", "in decode", "logit error", "common prefix"):
         table.add_column(header, justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     for verdict in verdicts:
@@ -119,6 +119,7 @@ def _print(verdicts: Sequence[Verdict]) -> None:
             f"{found.perplexity_ratio:.4f} (<= {bounds.perplexity_ratio})",
             f"{found.agreement:.2%} (>= {bounds.agreement:.0%})",
             f"{found.divergence:.5f} (<= {bounds.divergence})",
+            f"{found.decode_divergence:.5f}",
             f"{found.logit_error:.4f}",
             f"{found.common_prefix:.1f} of {found.generated}",
             "READY" if verdict.ready else "NOT READY",

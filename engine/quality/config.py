@@ -14,7 +14,8 @@ class Bounds:
 
     perplexity_ratio: its perplexity over the reference's, at most. agreement: share of positions of the text at which both
     would choose the same token, at least. divergence: Kullback-Leibler divergence of its next-token distribution from the
-    reference's, in nats, mean over positions, at most.
+    reference's, in nats, mean over positions, at most; it holds for positions computed in chunks as in a prefill, and for those
+    computed one at a time as in a decode.
     """
 
     perplexity_ratio: float
@@ -55,7 +56,8 @@ class QualityConfig:
     """window: tokens of context that a text is cut into. chunk: tokens computed at a time. max_tokens: of all texts together.
 
     sampled_rows: positions, evenly spread, whose whole logits are compared (the others count by their choice and by the
-    probability of the token that follows). prompts, prompt_tokens, generated_tokens: of the free greedy generations.
+    probability of the token that follows). prompts, prompt_tokens, generated_tokens: of the parts of the texts whose ends are
+    read one token at a time, as in a decode, and are generated freely instead.
     """
 
     window: int = 3072

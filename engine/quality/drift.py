@@ -17,13 +17,15 @@ class Drift:
     """See `Bounds` for perplexity_ratio, agreement and divergence.
 
     logit_error: norm of the difference of the logits over the norm of the reference's. common_prefix: tokens that the greedy
-    continuations have in common with the reference's before they part, mean over prompts, of `generated`.
+    continuations have in common with the reference's before they part, mean over prompts, of `generated`. decode_divergence:
+    of positions computed one at a time (0 without any).
     """
 
     perplexity: float
     perplexity_ratio: float
     agreement: float
     divergence: float
+    decode_divergence: float
     logit_error: float
     common_prefix: float
     generated: int
@@ -38,6 +40,7 @@ def drift(observed: Observation, reference: Observation) -> Drift:
         perplexity_ratio=observed.perplexity / reference.perplexity,
         agreement=float((observed.choices == reference.choices).double().mean()),
         divergence=_divergence(observed.logits, reference.logits),
+        decode_divergence=_divergence(observed.decoded, reference.decoded),
         logit_error=float((observed.logits - reference.logits).double().norm() / reference.logits.double().norm()),
         common_prefix=sum(prefixes) / len(prefixes) if prefixes else 0.0,
         generated=len(pairs[0][0]) if pairs else 0,
@@ -53,6 +56,8 @@ def out_of_bounds(found: Drift, bounds: Bounds) -> list[str]:
         broken.append(f"agreement {found.agreement:.2%} is below {bounds.agreement:.0%}")
     if not found.divergence <= bounds.divergence:
         broken.append(f"divergence {found.divergence:.4f} is above {bounds.divergence}")
+    if not found.decode_divergence <= bounds.divergence:
+        broken.append(f"divergence in decode {found.decode_divergence:.4f} is above {bounds.divergence}")
     return broken
 
 
@@ -61,6 +66,8 @@ def _common(ours: tuple[int, ...], theirs: tuple[int, ...]) -> int:
 
 
 def _divergence(observed: torch.Tensor, reference: torch.Tensor) -> float:
+    if reference.shape[0] == 0:
+        return 0.0
     total = 0.0
     for start in range(0, reference.shape[0], _ROWS):
         wanted = reference[start : start + _ROWS].double().log_softmax(-1)

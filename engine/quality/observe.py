@@ -20,12 +20,14 @@ class Observation:
     """One model over N positions that a token follows.
 
     surprise: float64 [N], -log probability of the token that follows, in nats; choices: int64 [N], the likeliest tokens;
-    logits: float32 [S, vocabulary] of evenly spread positions; generated: the greedy continuations of the prompts.
+    logits: float32 [S, vocabulary] of evenly spread positions; decoded: the same of positions that were computed one at a
+    time, what follows being known; generated: the greedy continuations of the prompts.
     """
 
     surprise: torch.Tensor
     choices: torch.Tensor
     logits: torch.Tensor
+    decoded: torch.Tensor
     generated: tuple[tuple[int, ...], ...]
 
     @property
@@ -45,13 +47,13 @@ class Subject:
 
 def tokens_of_work(texts: Sequence[Sequence[int]], config: QualityConfig) -> int:
     """How many tokens `observe` computes."""
-    prompts = _prompts(texts, config)
-    return sum(map(len, texts)) + sum(len(prompt) + config.generated_tokens for prompt in prompts)
+    return sum(map(len, texts)) + sum(len(part) + config.generated_tokens for part in _prompts(texts, config))
 
 
 @torch.inference_mode()
 def observe(subject: Subject, texts: Sequence[Sequence[int]], config: QualityConfig, progress: Progress) -> Observation:
-    """Reads every text (token ids, at least two) with what follows known, then continues the prompts greedily."""
+    """Reads every text (token ids, at least two) in chunks, what follows being known; then parts of them again, one token at a
+    time after a prompt; and continues the prompts greedily."""
     total, done = tokens_of_work(texts, config), 0
     positions = sum(len(text) - 1 for text in texts)
     stride = max(1, -(-positions // config.sampled_rows))
@@ -71,29 +73,40 @@ def observe(subject: Subject, texts: Sequence[Sequence[int]], config: QualityCon
             done += stop - start
             progress(done, total)
         done += 1
-    generated = []
-    for prompt in _prompts(texts, config):
-        generated.append(_continue(subject, prompt, config.generated_tokens))
-        done += len(prompt) + config.generated_tokens
+    generated: list[tuple[int, ...]] = []
+    decoded: list[torch.Tensor] = []
+    for part in _prompts(texts, config):
+        prompt, known = part[: config.prompt_tokens], part[config.prompt_tokens :]
+        first = _run(subject, torch.tensor(prompt, dtype=torch.int64), 0, [len(prompt) - 1])
+        decoded.extend(_step(subject, token, position) for position, token in enumerate(known, len(prompt)))
+        # The KV of the prompt stays as it is; what was read beyond it is written over.
+        generated.append(_continue(subject, first, len(prompt), config.generated_tokens))
+        done += len(part) + config.generated_tokens
         progress(done, total)
-    return Observation(torch.cat(surprise), torch.cat(choices), torch.cat(sampled), tuple(generated))
+    logits = torch.cat(sampled)
+    rows = torch.cat(decoded) if decoded else logits[:0]
+    return Observation(torch.cat(surprise), torch.cat(choices), logits, rows, tuple(generated))
 
 
 def _prompts(texts: Sequence[Sequence[int]], config: QualityConfig) -> list[Sequence[int]]:
-    """Beginnings of the texts, and where there are too few of those, later parts of them."""
-    size = config.prompt_tokens
+    """Prompts with what follows them: beginnings of the texts, and where there are too few of those, later parts of them."""
+    size = config.prompt_tokens + config.generated_tokens
     places = [text[start : start + size] for start in (0, 4 * size, 8 * size) for text in texts]
     return [place for place in places if len(place) == size][: config.prompts]
 
 
-def _continue(subject: Subject, prompt: Sequence[int], count: int) -> tuple[int, ...]:
-    logits = _run(subject, torch.tensor(prompt, dtype=torch.int64), 0, [len(prompt) - 1])
+def _continue(subject: Subject, logits: torch.Tensor, position: int, count: int) -> tuple[int, ...]:
+    """`count` tokens chosen greedily from `position` on, of which `logits` [1, vocabulary] choose the first."""
     chosen: list[int] = []
-    for position in range(len(prompt), len(prompt) + count):
+    while True:
         chosen.append(int(logits[0].argmax()))
-        if len(chosen) < count:
-            logits = _run(subject, torch.tensor(chosen[-1:], dtype=torch.int64), position, [0])
-    return tuple(chosen)
+        if len(chosen) == count:
+            return tuple(chosen)
+        logits = _step(subject, chosen[-1], position + len(chosen) - 1)
+
+
+def _step(subject: Subject, token: int, position: int) -> torch.Tensor:
+    return _run(subject, torch.tensor([token], dtype=torch.int64), position, [0])
 
 
 def _run(subject: Subject, ids: torch.Tensor, start: int, rows: Sequence[int]) -> torch.Tensor:

@@ -51,7 +51,10 @@ def test_perplexity_is_that_of_the_known_logits(chunk):
     assert seen.perplexity == pytest.approx(math.exp(sum(surprises) / len(surprises)), rel=1e-6)
     assert seen.choices.tolist() == [table[a].argmax().item() for a, _ in pairs]
     assert torch.equal(seen.logits, table[[a for a, _ in pairs][::3]])  # 12 positions, at most 4 of them
-    for start, chosen in zip(([3, 1, 4], [0, 1, 2]), seen.generated, strict=True):
+    # Only the first text is as long as a prompt and what is read after it.
+    assert torch.equal(seen.decoded, table[[1, 5, 2, 6, 0]])
+    assert known.computed[-10:] == [(0, 3), *((p, 1) for p in range(3, 8)), *((p, 1) for p in range(3, 7))]
+    for start, chosen in zip(([3, 1, 4],), seen.generated, strict=True):
         token, expected = start[-1], []
         for _ in range(5):
             token = table[token].argmax().item()
@@ -63,7 +66,7 @@ def test_perplexity_is_that_of_the_known_logits(chunk):
 
 def observation(logits, follows, generated=((1, 2, 3), (4, 5, 6))):
     surprise = torch.logsumexp(logits, -1) - logits[torch.arange(len(follows)), follows]
-    return Observation(surprise.double(), logits.argmax(-1), logits, generated)
+    return Observation(surprise.double(), logits.argmax(-1), logits, logits[:50], generated)
 
 
 def test_drift_is_that_of_the_formulas():
@@ -80,6 +83,10 @@ def test_drift_is_that_of_the_formulas():
     )
     assert found.divergence == pytest.approx(divergence.item(), rel=1e-4)
     assert found.logit_error == pytest.approx(((other - reference).norm() / reference.norm()).item(), rel=1e-5)
+    decoded = torch.nn.functional.kl_div(
+        other[:50].log_softmax(-1), reference[:50].log_softmax(-1), log_target=True, reduction="batchmean"
+    )
+    assert found.decode_divergence == pytest.approx(decoded.item(), rel=1e-4)
     assert (found.common_prefix, found.generated) == (2.5, 3)
     same = drift(observation(reference, follows), observation(reference, follows))
     assert (same.perplexity_ratio, same.agreement, same.divergence, same.logit_error, same.common_prefix) == (1, 1, 0, 0, 3)
@@ -87,13 +94,14 @@ def test_drift_is_that_of_the_formulas():
 
 def test_every_bound_counts_and_nan_keeps_none():
     bounds = Bounds(1.02, 0.95, 0.01)
-    good = Drift(10.0, 1.02, 0.95, 0.01, 0.5, 3, 48)
+    good = Drift(10.0, 1.02, 0.95, 0.01, 0.01, 0.5, 3, 48)
     assert out_of_bounds(good, bounds) == []
     assert "perplexity ratio 1.0300" in out_of_bounds(replace(good, perplexity_ratio=1.03), bounds)[0]
     assert "agreement 94.90%" in out_of_bounds(replace(good, agreement=0.949), bounds)[0]
     assert "divergence 0.0110" in out_of_bounds(replace(good, divergence=0.011), bounds)[0]
+    assert "divergence in decode 0.0110" in out_of_bounds(replace(good, decode_divergence=0.011), bounds)[0]
     nan = float("nan")
-    assert len(out_of_bounds(Drift(nan, nan, nan, nan, nan, 0, 0), bounds)) == 3
+    assert len(out_of_bounds(Drift(nan, nan, nan, nan, nan, nan, 0, 0), bounds)) == 4
 
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
@@ -142,17 +150,19 @@ def test_a_format_with_doubled_scales_is_not_ready(tiny_checkpoint, texts, caplo
     assert honest["int8"].drift.divergence < 0.2 * measured["int8"].drift.divergence
 
 
-def test_the_engines_own_forward_pass_is_what_is_measured(tiny_checkpoint, texts, tmp_path):
+def test_the_engines_own_forward_pass_is_what_is_measured(tiny_checkpoint, texts, model_cache_dir):
     """Once with whatever the engine chooses here, once in plain torch: the same model, so nearly the same figures."""
     path = tiny_checkpoint("llama", **SHAPE)
     verdicts = []
     for kernels in ("auto", "reference"):
         engine = EngineConfig(model=path, kernels=kernels, threads=1)
-        verdicts.append(list(run.measure(engine, ["bf16", "kv-int8"], texts, SMALL, cache_dir=tmp_path)))
+        verdicts.append(list(run.measure(engine, ["bf16", "kv-int8"], texts, SMALL, cache_dir=model_cache_dir)))
     for ours, plain in zip(*verdicts, strict=True):
         assert ours.drift.perplexity == pytest.approx(plain.drift.perplexity, rel=0.02)
         assert ours.drift.logit_error < 0.05
         assert plain.drift.logit_error < 0.05
+        assert ours.drift.decode_divergence < 0.01
+        assert plain.drift.decode_divergence < 0.01
 
 
 def test_references_are_measured_once_and_first(tiny_checkpoint, texts):
