@@ -18,6 +18,7 @@ from engine.bench.report import Report
 from engine.bench.roofline import Precision
 from engine.bench.sides import OwnSide, PeerConfig, PeerSide
 from engine.bench.works import Work, standard_works
+from engine.checkpoints.gguf_blocks import BLOCKS
 from engine.config import ConfigError, DTypeName, EngineConfig
 from engine.loading import load_engine, resolve_dtype
 from engine.models.registry import read_spec
@@ -160,4 +161,5 @@ def _gguf_bytes(config: BenchConfig) -> int | None:
     """Of the blocks that quantization gguf reads; None for other formats."""
     if config.quantization != "gguf":
         return None
-    return sum(file.stat().st_size for file in config.model.glob("quantized.safetensors"))
+    blocks = config.model / BLOCKS
+    return blocks.stat().st_size if blocks.is_file() else None

@@ -18,7 +18,7 @@ import safetensors
 from engine.checkpoints.errors import CheckpointError
 from engine.checkpoints.weight_files import WeightFile
 
-BLOCKS = "quantized.safetensors"
+BLOCKS = "quantized.blocks"
 KINDS = "kinds"
 
 
