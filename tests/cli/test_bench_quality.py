@@ -63,7 +63,7 @@ def test_a_broken_format_is_not_ready_and_the_exit_code_says_so(bench, monkeypat
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(("--formats", "int3"), "no format int3"), (("--formats", "gguf"), "quantized.safetensors"), (("--model", "x"), "x")],
+    [(("--formats", "int3"), "no format int3"), (("--formats", "gguf"), "quantized.blocks"), (("--model", "x"), "x")],
 )
 def test_what_cannot_be_measured_is_a_sentence(bench, arguments, words):
     result = bench(*arguments)

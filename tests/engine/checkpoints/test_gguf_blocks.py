@@ -139,7 +139,7 @@ def test_fused_matrices_of_several_kinds_come_in_eight_bits(tiny_checkpoint, tmp
 
 
 def test_without_blocks_gguf_is_refused_with_a_remedy(tiny_checkpoint):
-    with pytest.raises(CheckpointError, match=r"quantized\.safetensors.*turnkeep model pull"):
+    with pytest.raises(CheckpointError, match=r"quantized\.blocks.*turnkeep model pull"):
         load_model(tiny_checkpoint("llama"), dtype=torch.float32, quantization="gguf")
 
 
