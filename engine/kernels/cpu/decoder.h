@@ -352,11 +352,13 @@ class ForwardPass {
 
     void logits(Arena arena) {
         const int rows = f_.num_logit_rows;
-        const Operand x = new_operand(arena, f_.head, kind_of(method_of(f_, f_.head, rows)), rows);
+        // However many rows: what decides the token is not rounded.
+        const int32_t method = f_.choices[f_.head.format].few;
+        const Operand x = new_operand(arena, f_.head, kind_of(method), rows);
         for_rows(team_, 0, rows, [&](int r) {
             put_row_of(x, r, [&](float* room) { return normalise(int(f_.logit_rows[r]), f_.final_norm, room); });
         });
-        multiply(team_, f_.head, method_of(f_, f_.head, rows), x, [&](int row, int column, const float* c) {
+        multiply(team_, f_.head, method, x, [&](int row, int column, const float* c) {
             memcpy(f_.logits + int64_t(row) * f_.vocab + column, c, std::min(kBlock, f_.vocab - column) * sizeof(float));
         });
     }

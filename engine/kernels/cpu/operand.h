@@ -15,11 +15,11 @@ enum Kind : int32_t {
     kFloatRows,     // float
     kHalfRows,      // float16, each row scaled by a power of two so that no sum of products overflows
     kBFloatRows,    // bfloat16
-    kInt8Rows,      // int8 with a scale for every 192 inputs
+    kInt8Rows,      // int8 with a scale for every 64 inputs
     kInt16Rows,     // 16 bits as two int8, high and low, with a scale a row
 };
 
-constexpr int kScaleGroup = 192;  // inputs that share a scale in kInt8Rows
+constexpr int kScaleGroup = 64;  // inputs that share a scale in kInt8Rows
 constexpr float kTiny = 1e-30f;    // a row whose largest value is below this counts as zero: its inverse would overflow
 
 struct Operand {
@@ -30,7 +30,7 @@ struct Operand {
     int sum_group;       // inputs that one of `sums` covers
     char* data;
     char* low;           // kInt16Rows: the low bytes
-    float* scale;        // [rows] or [rows][groups of 192]
+    float* scale;        // [rows] or [rows][groups of 64]
     int32_t* sums;       // int kinds: [rows][sum groups], sums of codes
     int32_t* low_sums;
 };
@@ -150,7 +150,7 @@ static inline void put_half_row(const Operand& o, int row, const float* x) {
     for (int64_t d = 0; d < o.k; d += kLanes) store(to + d, load(x + d) * scale);
 }
 
-// 8 bits: a scale for every 192 inputs.
+// 8 bits: a scale for every 64 inputs.
 static inline void put_int8_row(const Operand& o, int row, const float* x) {
     const int64_t groups = (o.padded + kScaleGroup - 1) / kScaleGroup, sums = (o.padded + o.sum_group - 1) / o.sum_group;
     char* to = o.data + row * o.stride;
