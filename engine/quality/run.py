@@ -48,6 +48,8 @@ class Verdict:
 
 def load_subject(config: EngineConfig, context: int, cache_dir: Path) -> Subject:
     """The model and the forward pass that the engine would choose for it. Raises CheckpointError and ConfigError."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
     model = load_model(
         config.model,
         dtype=resolve_dtype(config),

@@ -110,6 +110,15 @@ WIDE = {name: replace(format, bounds=Bounds(1.05, 0.85, 0.05)) for name, format 
 SMALL = QualityConfig(window=200, chunk=64, max_tokens=600, prompts=2, prompt_tokens=20, generated_tokens=6, formats=WIDE)
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tiny products: two threads would wait for each other longer than they compute, above all on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def texts():
     generator = torch.Generator().manual_seed(6)
