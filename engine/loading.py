@@ -38,6 +38,20 @@ def resolve_dtype(config: EngineConfig) -> torch.dtype:
     return torch.bfloat16 if native else torch.float32
 
 
+def load_configured(config: EngineConfig, cache_dir: Path | None, report: Report = silent) -> LoadedModel:
+    """The model of a configuration, as it says. Sets torch's threads if configured. Raises CheckpointError."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    return load_model(
+        config.model,
+        dtype=resolve_dtype(config),
+        device=config.device,
+        quantization=config.quantization,
+        cache_dir=cache_dir,
+        report=report,
+    )
+
+
 def load_engine(
     config: EngineConfig,
     *,
@@ -54,16 +68,7 @@ def load_engine(
     """
     clock = StartupClock() if clock is None else clock
     cache = cache_dir or default_cache_dir()
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    model = load_model(
-        config.model,
-        dtype=resolve_dtype(config),
-        device=config.device,
-        quantization=config.quantization,
-        cache_dir=cache_dir,
-        report=report,
-    )
+    model = load_configured(config, cache_dir, report)
     spec = model.spec
     if config.max_model_len is not None and config.max_model_len > spec.max_context:
         raise ConfigError(

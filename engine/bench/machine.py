@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -97,19 +97,17 @@ def _best_read(probe: _Probe, buffer: torch.Tensor) -> Read:
     return Read(size, size * times, min(seconds, *(probe.read(buffer, times) for _ in range(_TRIES - 1))))
 
 
-class _Probe:
+class _Probe(Protocol):
     """Interface of the two probes."""
 
     def read(self, buffer: torch.Tensor, times: int) -> float:
         """Seconds that reading all of `buffer` takes, `times` times over."""
-        raise NotImplementedError
 
     def rate(self, name: str) -> float:
         """Operations a second in a format, the best of a few tries; 0 where there is no instruction for it."""
-        raise NotImplementedError
 
 
-class _NativeProbe(_Probe):
+class _NativeProbe:
     _KINDS: ClassVar = {"float32": (0,), "bfloat16": (1, 4), "float16": (2,), "int8": (3, 5)}
 
     def __init__(self, threads: int, cache_dir: Path) -> None:
@@ -146,7 +144,7 @@ class _NativeProbe(_Probe):
         return max(rate, *(float(self._rate(kind, self._threads, rounds)) for _ in range(_TRIES - 1)))
 
 
-class _TorchProbe(_Probe):
+class _TorchProbe:
     """With products of square matrices that stay in a cache, and the sum of a buffer. Sets torch's threads for as long."""
 
     _SIDE = 768

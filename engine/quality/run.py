@@ -15,8 +15,8 @@ from engine.checkpoints.cache import default_cache_dir
 from engine.checkpoints.gguf_blocks import BLOCKS
 from engine.config import ConfigError, EngineConfig
 from engine.forward_choice import choose_forward
-from engine.loading import resolve_dtype
-from engine.models.registry import load_model, read_spec
+from engine.loading import load_configured
+from engine.models.registry import read_spec
 from engine.quality.config import REFERENCE, Bounds, Format, QualityConfig
 from engine.quality.drift import Drift, drift, out_of_bounds
 from engine.quality.observe import Observation, Subject, observe
@@ -48,15 +48,7 @@ class Verdict:
 
 def load_subject(config: EngineConfig, context: int, cache_dir: Path) -> Subject:
     """The model and the forward pass that the engine would choose for it. Raises CheckpointError and ConfigError."""
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    model = load_model(
-        config.model,
-        dtype=resolve_dtype(config),
-        device=config.device,
-        quantization=config.quantization,
-        cache_dir=cache_dir,
-    )
+    model = load_configured(config, cache_dir)
     forward = choose_forward(config, model.decoder, cache_dir / "kernels")
     kv = allocate_kv(model, -(-context // config.block_size), config.block_size, config.kv_dtype)
     return Subject(forward, kv, config.block_size)

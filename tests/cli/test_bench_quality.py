@@ -7,8 +7,8 @@ import pytest
 from click.testing import CliRunner
 
 import engine.quality.config as quality_config
-import engine.quality.run as quality_run
 from cli.main import cli
+from engine import loading
 from engine.quality.config import Bounds
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
@@ -45,7 +45,7 @@ def test_it_prints_a_row_and_a_verdict_for_each_format(bench, tmp_path):
 
 
 def test_a_broken_format_is_not_ready_and_the_exit_code_says_so(bench, monkeypatch):
-    load = quality_run.load_model
+    load = loading.load_model
 
     def damaged(path, **settings):
         loaded = load(path, **settings)
@@ -55,7 +55,7 @@ def test_a_broken_format_is_not_ready_and_the_exit_code_says_so(bench, monkeypat
         return loaded
 
     assert bench("--formats", "bf16,int8").exit_code == 0
-    monkeypatch.setattr(quality_run, "load_model", damaged)
+    monkeypatch.setattr(loading, "load_model", damaged)
     result = bench("--formats", "bf16,int8")
     assert result.exit_code == 1
     assert [line.endswith("NOT READY") for line in map(str.rstrip, result.stdout.splitlines()[1:])] == [False, True]
