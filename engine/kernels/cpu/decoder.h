@@ -352,8 +352,8 @@ class ForwardPass {
 
     void logits(Arena arena) {
         const int rows = f_.num_logit_rows;
-        // However many rows: what decides the token is not rounded.
-        const int32_t method = f_.choices[f_.head.format].few;
+        // What decides the token is not rounded to 8 bits, however many rows there are.
+        const int32_t by_rows = method_of(f_, f_.head, rows), method = by_rows == kInt8Dot ? f_.choices[f_.head.format].few : by_rows;
         const Operand x = new_operand(arena, f_.head, kind_of(method), rows);
         for_rows(team_, 0, rows, [&](int r) {
             put_row_of(x, r, [&](float* room) { return normalise(int(f_.logit_rows[r]), f_.final_norm, room); });

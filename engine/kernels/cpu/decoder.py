@@ -11,7 +11,7 @@ import torch
 
 from engine.kernels.cpu.kernel import KV_DTYPES
 from engine.kernels.cpu.library import AttentionArgs, Library, Team
-from engine.kernels.cpu.matrix import Format, MatrixStruct, PackedMatrix, pack
+from engine.kernels.cpu.matrix import Format, MatrixStruct, PackedMatrix, Slabs, pack
 from engine.kernels.cpu.methods import Choose, MethodStruct
 from engine.kernels.interface import AttentionSpec, StepBatch
 from engine.quantization.matrix import QuantizedMatrix
@@ -126,6 +126,7 @@ class NativeDecoder:
         self._team = team
         self._spec = specs[0]
         self._format_of = format_of
+        self._slabs = Slabs()
         self._hidden, self._inner, self._vocab = hidden, inner, tensors.embedding.shape[0]
         self._epsilon = tensors.norm_epsilon
         self._owned: list[torch.Tensor | PackedMatrix] = []  # what the pointers below point into
@@ -182,7 +183,7 @@ class NativeDecoder:
         return None if tensor is None else self._own(tensor.float())
 
     def _pack(self, weight: Weight, *, paired: bool = False) -> MatrixStruct:
-        packed = pack(self._library, weight, self._format_of(weight), paired=paired)
+        packed = pack(self._library, weight, self._format_of(weight), paired=paired, slabs=self._slabs)
         self._owned.append(packed)
         return packed.struct
 

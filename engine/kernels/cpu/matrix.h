@@ -23,7 +23,7 @@ enum Format : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kCodes8 = 3, kCodes8Group
 
 constexpr int kPanel = 16;
 constexpr int kBlock = 32;
-constexpr int kAhead = 1024;  // bytes that a stream of weights is fetched ahead: the hardware's own prefetch stops at every page
+constexpr int kAhead = 3072;  // bytes that a stream of weights is fetched ahead: the hardware's own prefetch stops at every page
 constexpr int kGroup = 32;  // inputs that share a scale in the grouped formats
 
 // Mirrors engine/kernels/cpu/matrix.py.
@@ -49,6 +49,19 @@ static inline int64_t panel_bytes(int64_t format, int64_t k) {
 }
 
 static inline int64_t matrix_bytes(int64_t format, int64_t n, int64_t k) { return padded_columns(n) / kPanel * panel_bytes(format, k); }
+
+// What a tile asks the second-level cache for while it computes: a part of the block that comes next. Weights that came only when
+// their own block begins would be waited for, once for every few dozen rows.
+struct Ahead {
+    const char* at;
+    int64_t bytes;
+};
+
+// The next bytes of `ahead`, `part` of them.
+static inline __attribute__((always_inline)) void ask_for_part(Ahead& ahead, int64_t part) {
+    for (int64_t i = 0; i < part; i += 64) __builtin_prefetch(ahead.at + i, 0, 2);
+    ahead.at += part;
+}
 
 static inline const char* panel_of(const Matrix& w, int64_t panel) { return w.data + panel * panel_bytes(w.format, w.k); }
 

@@ -93,13 +93,37 @@ def has_method(library: Library, matrix_format: Format, method: Method) -> bool:
     return bool(library.has_method(matrix_format, method))
 
 
+class Slabs:
+    """Memory for packed matrices, one behind the other in huge pages where the system gives them: weights that stream past wait
+    for fewer translations, and small matrices share a page. What is taken lives as long as anything that was taken with it."""
+
+    def __init__(self, slab: int = 32 << 20) -> None:
+        """slab: bytes to ask the system for at once."""
+        self._slab = slab
+        self._room = np.empty(0, dtype=np.uint8)
+
+    def take(self, size: int) -> np.ndarray:
+        """`size` zeroed bytes, 64 bytes aligned."""
+        padded = (size + 63) // 64 * 64
+        if padded > self._room.size:
+            self._room = _pages(max(padded, self._slab))
+        taken, self._room = self._room[:size], self._room[padded:]
+        return taken
+
+
 def pack(
-    library: Library, weight: torch.Tensor | QuantizedMatrix, matrix_format: Format, *, paired: bool = False
+    library: Library,
+    weight: torch.Tensor | QuantizedMatrix,
+    matrix_format: Format,
+    *,
+    paired: bool = False,
+    slabs: Slabs | None = None,
 ) -> PackedMatrix:
     """Packs W [n, k]; k is a multiple of 32, for float32 of 16. A tensor is rounded to the format; a quantised matrix must be
     of its kind: 8 bits with one group per row and no offset but that of the codes (CODES8), or groups of 32.
 
-    `paired`: W is [gate; up], whose panels alternate (matrix.h). Raises ValueError.
+    `paired`: W is [gate; up], whose panels alternate (matrix.h). `slabs`: where the matrix is put (default: memory of its own).
+    Raises ValueError.
     """
     scale = minimum = None
     if isinstance(weight, QuantizedMatrix):
@@ -117,7 +141,8 @@ def pack(
             weight = weight.clamp(-65504, 65504)
         source = weight.to(dtypes[matrix_format]).contiguous()
     n, k = source.shape
-    packed = _aligned(int(library.matrix_bytes(matrix_format, n, k)))
+    size = int(library.matrix_bytes(matrix_format, n, k))
+    packed = (slabs or Slabs(size)).take(size)
     args = _PackArgs(
         source=source.data_ptr(),
         scale=None if scale is None else scale.data_ptr(),
@@ -165,12 +190,12 @@ def _column_scale(scale: torch.Tensor, paired: bool) -> torch.Tensor:
 _HUGE = 2 << 20
 
 
-def _aligned(size: int) -> np.ndarray:
-    """Zeroed memory that begins at a page, in huge pages where the system gives them: a stream of weights then waits for fewer
-    translations."""
+def _pages(size: int) -> np.ndarray:
+    """At least `size` zeroed bytes, in huge pages where that is worth it and the system gives them."""
     if size < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         room = np.zeros(size + 64, dtype=np.uint8)
-        return room[-room.ctypes.data % 64 :][:size]
+        return room[-room.ctypes.data % 64 :]
+    size = (size + _HUGE - 1) // _HUGE * _HUGE
     region = mmap.mmap(-1, size + _HUGE)
     region.madvise(mmap.MADV_HUGEPAGE)
     room = np.frombuffer(region, dtype=np.uint8)

@@ -31,6 +31,7 @@ struct Operand {
     char* data;
     char* low;           // kInt16Rows: the low bytes
     float* scale;        // [rows] or [rows][groups of 64]
+    float* zero;         // kInt8Rows: [rows], what a code of 128 throughout would give
     int32_t* sums;       // int kinds: [rows][sum groups], sums of codes
     int32_t* low_sums;
 };
@@ -70,7 +71,7 @@ static inline int sum_group_of(const Matrix& w, Kind kind) {
 // Bytes that an operand of `rows` rows takes, at most.
 static inline int64_t operand_bytes(int64_t rows, int64_t k) {
     const int64_t padded = (k + 63) / 64 * 64;
-    return (rows + kPadRows) * (padded * 4 + 128 + (padded / 32 + 2) * 12) + 6 * 64;
+    return (rows + kPadRows) * (padded * 4 + 128 + (padded / 32 + 2) * 12 + 4) + 7 * 64;
 }
 
 static inline Operand new_operand(Arena& arena, const Matrix& w, Kind kind, int rows) {
@@ -90,6 +91,7 @@ static inline Operand new_operand(Arena& arena, const Matrix& w, Kind kind, int 
         o.scale = arena.take<float>(kind == kInt8Rows ? room * ((o.padded + kScaleGroup - 1) / kScaleGroup) : room);
         o.sums = arena.take<int32_t>(room * sums);
         memset(o.sums + rows * sums, 0, kPadRows * sums * 4);
+        o.zero = arena.take<float>(room);
         if (kind == kInt16Rows) {
             o.low = arena.take<char>(room * o.stride);
             memset(o.low + rows * o.stride, 0, kPadRows * o.stride);
@@ -154,6 +156,7 @@ static inline void put_half_row(const Operand& o, int row, const float* x) {
 static inline void put_int8_row(const Operand& o, int row, const float* x) {
     const int64_t groups = (o.padded + kScaleGroup - 1) / kScaleGroup, sums = (o.padded + o.sum_group - 1) / o.sum_group;
     char* to = o.data + row * o.stride;
+    float zero = 0;
     for (int64_t g = 0; g < groups; g++) {
         const int64_t begin = g * kScaleGroup, end = std::min(o.k, begin + kScaleGroup);
         const float top = begin < end ? max_abs(x + begin, end - begin) : 0.0f;
@@ -167,9 +170,12 @@ static inline void put_int8_row(const Operand& o, int row, const float* x) {
                 put_codes(to + d, codes);
                 sum += codes;
             }
-            o.sums[row * sums + index] = sum_codes(sum);
+            const int32_t total = sum_codes(sum);
+            o.sums[row * sums + index] = total;
+            zero += 128.0f * top / 127.0f * float(total);
         }
     }
+    o.zero[row] = zero;
     memset(to + o.k, 0, o.padded - o.k);
 }
 

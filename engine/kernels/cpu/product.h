@@ -43,10 +43,11 @@ static inline Kind kind_of(int32_t method) {
 }
 
 // Rows [row, row + rows) of x times a block of W: c [rows][32]. The rows are a tile of the operand; on AMX, any up to 32.
-static __attribute__((noinline)) void product_tile(const Matrix& w, int32_t method, const Operand& x, int row, int rows, int64_t block, float* c) {
+static __attribute__((noinline)) void product_tile(const Matrix& w, int32_t method, const Operand& x, int row, int rows, int64_t block, float* c,
+                                                   Ahead ahead) {
     switch (method) {
 #if defined(__AVX512FP16__)
-        case kHalf: return tile_half(w, x, row, rows, block, c);
+        case kHalf: return tile_half(w, x, row, rows, block, c, ahead);
 #endif
 #if defined(__AVX512BF16__)
         case kDotBF16: return tile_bf16(w, x, row, rows, block, c);
@@ -56,7 +57,7 @@ static __attribute__((noinline)) void product_tile(const Matrix& w, int32_t meth
 #endif
 #if defined(__AVX512VNNI__)
         case kInt16Dot: return tile_int16(w, x, row, rows, block, c);
-        case kInt8Dot: return tile_int8(w, x, row, rows, block, c);
+        case kInt8Dot: return tile_int8(w, x, row, rows, block, c, ahead);
 #endif
         default: return tile_fma(w, x, row, rows, block, c);
     }
@@ -79,10 +80,12 @@ static inline void multiply(Crew& team, const Matrix& w, int32_t method, const O
         const int begin = int(i / groups) * chunk_rows, end = std::min(m, begin + chunk_rows);
         const int64_t last = std::min(blocks, (i % groups + 1) * grain);
         for (int64_t b = i % groups * grain; b < last; b++) {
+            const int64_t next = 2 * panel_bytes(w.format, w.k) / (end - begin);  // of the next block, bytes for each row of this
+            const char* ahead = panel_of(w, 2 * (b + 1 < last ? b + 1 : b + 1 + (team.size() - 1) * grain));
             for (int r = begin; r < end;) {
                 const int tile = method == kAmxBF16 ? std::min(32, end - r) : tile_rows(x.kind, m - r);
                 const int rows = std::min(tile, end - r);
-                product_tile(w, method, x, r, tile, b, c);
+                product_tile(w, method, x, r, tile, b, c, {ahead + (r - begin) * next, rows * next});
                 for (int j = 0; j < rows; j++) done(r + j, int(b) * kBlock, c + j * kBlock);
                 r += rows;
             }

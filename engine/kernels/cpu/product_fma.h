@@ -165,6 +165,7 @@ static __attribute__((noinline)) void fma_halves(const Matrix& w, const float* x
     for (int r = 0; r < M; r++)
 #pragma GCC unroll 2
         for (int p = 0; p < P; p++) acc[r][p][0] = acc[r][p][1] = _mm512_setzero_ps();
+#pragma GCC unroll 4
     for (int64_t k = 0; k < w.k; k += 2) {
         __m512 low[P], high[P];
 #pragma GCC unroll 2

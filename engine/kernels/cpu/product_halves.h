@@ -16,22 +16,25 @@ constexpr int64_t kHalfRun = 96;
 
 template <int M>
 static __attribute__((noinline)) void half_run(const char* left, const char* right, const char* x, int64_t stride, int64_t pairs,
-                                               bool first, __m512* sums) {
+                                               bool first, __m512* sums, const char* ahead, int64_t step) {
     __m512h acc[M][2];
 #pragma GCC unroll 12
     for (int r = 0; r < M; r++) acc[r][0] = acc[r][1] = _mm512_setzero_ph();
+    for (int64_t k = 0; k < pairs; k += 4, ahead += step) {
+        _mm_prefetch(ahead, _MM_HINT_T1);
 #pragma GCC unroll 4
-    for (int64_t k = 0; k < pairs; k++, left += 64, right += 64, x += 4) {
-        _mm_prefetch(left + kAhead, _MM_HINT_T0);
-        _mm_prefetch(right + kAhead, _MM_HINT_T0);
-        const __m512h a = _mm512_castsi512_ph(_mm512_loadu_si512(left)), b = _mm512_castsi512_ph(_mm512_loadu_si512(right));
+        for (int i = 0; i < 4; i++, left += 64, right += 64, x += 4) {
+            _mm_prefetch(left + kAhead, _MM_HINT_T0);
+            _mm_prefetch(right + kAhead, _MM_HINT_T0);
+            const __m512h a = _mm512_castsi512_ph(_mm512_loadu_si512(left)), b = _mm512_castsi512_ph(_mm512_loadu_si512(right));
 #pragma GCC unroll 12
-        for (int r = 0; r < M; r++) {
-            int32_t pair;
-            memcpy(&pair, x + r * stride, 4);
-            const __m512h value = _mm512_castsi512_ph(_mm512_set1_epi32(pair));
-            acc[r][0] = _mm512_fmadd_ph(a, value, acc[r][0]);
-            acc[r][1] = _mm512_fmadd_ph(b, value, acc[r][1]);
+            for (int r = 0; r < M; r++) {
+                int32_t pair;
+                memcpy(&pair, x + r * stride, 4);
+                const __m512h value = _mm512_castsi512_ph(_mm512_set1_epi32(pair));
+                acc[r][0] = _mm512_fmadd_ph(a, value, acc[r][0]);
+                acc[r][1] = _mm512_fmadd_ph(b, value, acc[r][1]);
+            }
         }
     }
 #pragma GCC unroll 12
@@ -47,12 +50,13 @@ static __attribute__((noinline)) void half_run(const char* left, const char* rig
 }
 
 template <int M>
-static void tile_half_rows(const Matrix& w, const char* x, int64_t stride, int64_t block, float* c) {
+static void tile_half_rows(const Matrix& w, const char* x, int64_t stride, int64_t block, float* c, Ahead ahead) {
     __m512 sums[M * 4];
     const char *left = panel_of(w, block * 2), *right = panel_of(w, block * 2 + 1);
-    const int64_t pairs = w.k / 2;
+    const int64_t pairs = w.k / 2, step = ahead.bytes * 4 / pairs;
     for (int64_t begin = 0; begin < pairs; begin += kHalfRun)
-        half_run<M>(left + begin * 64, right + begin * 64, x + begin * 4, stride, std::min(kHalfRun, pairs - begin), begin == 0, sums);
+        half_run<M>(left + begin * 64, right + begin * 64, x + begin * 4, stride, std::min(kHalfRun, pairs - begin), begin == 0, sums,
+                    ahead.at + begin / 4 * step, step);
     const __m512i evens = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
     const __m512i odds = _mm512_set_epi32(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
     for (int r = 0; r < M; r++)
@@ -63,14 +67,14 @@ static void tile_half_rows(const Matrix& w, const char* x, int64_t stride, int64
         }
 }
 
-static void tile_half(const Matrix& w, const Operand& x, int row, int rows, int64_t block, float* c) {
+static void tile_half(const Matrix& w, const Operand& x, int row, int rows, int64_t block, float* c, Ahead ahead) {
     const char* from = x.data + row * x.stride;
     switch (rows) {
-        case 1: tile_half_rows<1>(w, from, x.stride, block, c); break;
-        case 2: tile_half_rows<2>(w, from, x.stride, block, c); break;
-        case 4: tile_half_rows<4>(w, from, x.stride, block, c); break;
-        case 8: tile_half_rows<8>(w, from, x.stride, block, c); break;
-        default: tile_half_rows<12>(w, from, x.stride, block, c); break;
+        case 1: tile_half_rows<1>(w, from, x.stride, block, c, ahead); break;
+        case 2: tile_half_rows<2>(w, from, x.stride, block, c, ahead); break;
+        case 4: tile_half_rows<4>(w, from, x.stride, block, c, ahead); break;
+        case 8: tile_half_rows<8>(w, from, x.stride, block, c, ahead); break;
+        default: tile_half_rows<12>(w, from, x.stride, block, c, ahead); break;
     }
     for (int r = 0; r < rows; r++)
         for (int i = 0; i < kBlock; i += kLanes)
