@@ -16,9 +16,10 @@ constexpr int kFewRows = 12;   // up to here the few-rows tile is the faster one
 constexpr int kMaxRows = 384;  // rows of a tile
 constexpr float kNegative = -3.0e38f;
 
-// A tile of work: rows [row, row + rows) of one sequence and KV head, against keys [key_begin, key_end).
+// A tile of work: rows [row, row + rows) of one sequence, of each of the KV heads [kv_head, kv_head + heads), against keys
+// [key_begin, key_end). Only tiles of few rows have more than one head.
 struct Tile {
-    int32_t sequence, kv_head, row, rows;
+    int32_t sequence, kv_head, heads, row, rows;
     int32_t key_begin, key_end;
     int32_t part, parts;  // which split of the keys this is
     int64_t scratch;      // where its partial result goes when parts > 1
@@ -81,7 +82,15 @@ static inline IoOf<T>* out_row(const AttentionArgs& a, const Tile& t, int row) {
            (t.kv_head * group + row % group) * a.out_head;
 }
 
-// The state of a tile's rows: accumulators [rows][D] (unnormalised), maxima and sums.
+// One KV head of a tile.
+static inline Tile head_of(const Tile& t, int head) {
+    Tile one = t;
+    one.kv_head += head;
+    one.heads = 1;
+    return one;
+}
+
+// The state of a tile's rows, head after head: accumulators [rows][D] (unnormalised), maxima and sums.
 struct Rows {
     alignas(64) float acc[kMaxRows * 256];
     float maximum[kMaxRows];
