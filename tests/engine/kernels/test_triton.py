@@ -1,0 +1,69 @@
+"""The Triton kernels: interpreted against the references, and compiled for GPUs that this machine need not have."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from attention_cases import make_batch, poisoned
+
+pytest.importorskip("triton", reason="Triton is not installed: pip install 'turnkeep[gpu]'")
+
+from triton_compiling import Compiling
+
+from engine.kernels.interface import AttentionSpec
+from engine.kernels.triton.attention import TritonAttention
+
+HERE = Path(__file__).parent
+LEAST_SHARED = 99 << 10
+"""Bytes of shared memory that a block may have on every GPU since sm_80."""
+
+
+@pytest.mark.slow
+def test_interpreted_kernels_equal_the_references():
+    """In a process of its own: Triton decides when it is first imported whether it interprets."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "interpreted")]
+    settings = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+@pytest.fixture(scope="session")
+def triton_cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("triton")
+
+
+@pytest.fixture(params=[80, 90], ids=lambda capability: f"sm_{capability}")
+def compiling(request, monkeypatch, triton_cache):
+    return Compiling(request.param, monkeypatch, triton_cache)
+
+
+def check(kernels, names):
+    assert [kernel.name for kernel in kernels] == names
+    for kernel in kernels:
+        assert kernel.spilled <= 16, kernel  # a stack slot or two is no spilling
+        assert kernel.shared <= LEAST_SHARED, kernel
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("memory", "io", "shape", "window"),
+    [
+        (torch.bfloat16, torch.bfloat16, (32, 8, 128), None),
+        (torch.int8, torch.bfloat16, (14, 2, 64), None),
+        (torch.float16, torch.float16, (9, 3, 80), 500),
+    ],
+)
+def test_attention_compiles_without_spilling(compiling, memory, io, shape, window):
+    heads, kv_heads, dim = shape
+    step = make_batch([(1, 900), (200, 300)], 16, 100, torch.Generator())
+    kv = poisoned(memory, 100, 2, 2, kv_heads, 16, dim)[:, 1]
+    q, k = (torch.zeros(step.num_tokens, count, dim, dtype=io) for count in (heads, kv_heads))
+    kernel = TritonAttention()
+    kernel.write(kv, k, k, step)
+    kernel.attend(q, kv, AttentionSpec(heads, kv_heads, dim, dim**-0.5, window), step)
+    check(compiling.kernels, ["write_kv", "attend", "combine", "attend"])
+    products = [kernel.ptx for kernel in compiling.kernels if kernel.name == "attend"]
+    assert all("mma" in ptx for ptx in products), "the products do not run on the tensor cores"
