@@ -78,3 +78,15 @@ class LayerAttention(Protocol):
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """q: [T, heads, dim]; k, v: [T, kv heads, dim] -> [T, heads, dim]."""
+
+
+class PagedLayerAttention(LayerAttention, Protocol):
+    """A `LayerAttention` over paged KV whose two operations can be called apart."""
+
+    batch: StepBatch
+
+    def memory(self, layer: int) -> torch.Tensor:
+        """The layer's view of the KV memory."""
+
+    def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """q: [T, heads, dim] -> [T, heads, dim], once the step's keys and values are in `memory`."""

@@ -70,7 +70,7 @@ class TritonAttention:
 
         Raises ValueError for a dtype or layout the kernel does not take.
         """
-        codes, scales, dim = _memory(kv)
+        codes, scales, dim = memory_of(kv)
         tokens, kv_heads = k.shape[:2]
         if k.shape[2] != dim:
             raise ValueError(f"keys have {k.shape[2]} dims, but KV memory {dim}")
@@ -100,7 +100,7 @@ class TritonAttention:
 
     def attend(self, q: torch.Tensor, kv: torch.Tensor, spec: AttentionSpec, batch: StepBatch) -> torch.Tensor:
         """q: [T, heads, dim] -> [T, heads, dim]. Raises ValueError for a dtype or layout the kernel does not take."""
-        *_, dim = _memory(kv)
+        *_, dim = memory_of(kv)
         if dim != spec.head_dim:
             raise ValueError(f"the heads have {spec.head_dim} dims, but KV memory {dim}")
         asked = q.dtype
@@ -180,7 +180,7 @@ def _launch(
     few: bool = False,
     partial: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    codes, scales, dim = _memory(kv)
+    codes, scales, dim = memory_of(kv)
     group = spec.num_heads // spec.num_kv_heads
     parts = (out, out, out) if partial is None else partial
     attend[grid](
@@ -229,7 +229,7 @@ def _dims_together(rows: torch.Tensor) -> torch.Tensor:
     return rows if rows.stride(2) == 1 else rows.contiguous()
 
 
-def _memory(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+def memory_of(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
     """The values or codes, the scales (the values again where there are none), and the dims of a head. Raises ValueError for
     what the kernel does not take."""
     if kv.dtype not in KV_DTYPES:
