@@ -24,7 +24,7 @@ sequences = st.lists(
 )
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     shape=st.sampled_from(SHAPES),
     dtype=st.sampled_from(DTYPES),
@@ -94,7 +94,7 @@ def test_memory_of_more_than_2_to_the_31_elements(dtype):
         del kv, stored
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     magnitude=st.sampled_from([1e-38, 1e-30, 1e-6, 1.0, 1e4, 1e34]),
     values=st.sampled_from(["normal", "ties", "outlier"]),

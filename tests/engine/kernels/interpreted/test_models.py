@@ -18,7 +18,7 @@ MODELS = {
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
 }
-GENERATED = 6
+GENERATED = 4
 
 
 def triton_forward(model):
@@ -30,16 +30,16 @@ def test_greedy_tokens_equal_those_of_transformers(name, tiny_checkpoint):
     arch, overrides = MODELS[name]
     directory = tiny_checkpoint(arch, num_hidden_layers=2, **overrides)
     model, reference = load_model(directory, dtype=torch.float32), reference_model(directory)
-    prompts = [random_prompt(length, length) for length in (1, 5, 21, 40)]
+    prompts = [random_prompt(length, length) for length in (1, 5, 37)]
     prompts.append(prompts[-1][:30] + random_prompt(99, 9))  # its prefix is found in the cache
     engine = make_engine(model, forward=triton_forward(model), max_num_batched_tokens=23)  # chunks beside decode
     driver = Driver(engine)
     for index, prompt in enumerate(prompts[:-1]):
         driver.add(f"r{index}", prompt, max_tokens=GENERATED)
     driver.run()
-    driver.add("r4", prompts[-1], max_tokens=GENERATED)
+    driver.add("r3", prompts[-1], max_tokens=GENERATED)
     seen = driver.run()
-    assert seen["r4"].started.cached_tokens >= 28
+    assert seen["r3"].started.cached_tokens >= 28
     for index, prompt in enumerate(prompts):
         assert seen[f"r{index}"].tokens[0] == reference_greedy(reference, prompt, GENERATED), f"prompt {index}"
 
