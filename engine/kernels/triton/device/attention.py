@@ -30,7 +30,8 @@ def key_span(context, new, first, tokens, window, KEYS: tl.constexpr, WINDOWED: 
     return low, high, begin, tl.cdiv(high - begin, KEYS)
 
 
-@triton.jit
+# What differs from step to step must not have a kernel of its own for every kind of number.
+@triton.jit(do_not_specialize=["num_sequences", "few_tokens", "table_stride"])
 def attend(
     q,
     kv,
@@ -170,7 +171,7 @@ def attend(
         tl.store(out_at, answer.to(out.dtype.element_ty), mask=stored)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["few_tokens"])
 def combine(
     partial,
     partial_max,

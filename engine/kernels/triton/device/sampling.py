@@ -140,7 +140,7 @@ def above(
     return tl.sum(counts, 0), tl.sum(weights, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def thresholds(
     logits,
     bitmask,
@@ -208,7 +208,7 @@ def thresholds(
     tl.store(threshold + row, kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def race(
     logits,
     bitmask,
@@ -245,7 +245,7 @@ def race(
         tl.store(winner_at + row * CHUNKS + chunk, chunk * BLOCK + tl.argmax(raced, 0, tie_break_left=True))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def finish(
     raw,
     best,
@@ -276,7 +276,7 @@ def finish(
     tl.store(raw_largest + row, maximum_of(raw, row, CHUNKS, CHUNKS_PADDED))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def most_likely(logits, sums, peaks, tops, vocab, stride, count, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
     """A program for (row, chunk): the largest logit, the sum of exponentials beside it, and the `count` largest logits as int64
     keys: the logit, ordered, above the complement of its token, so that of equals the first is the larger key."""
