@@ -22,7 +22,7 @@ class StepBatch:
 
     Sequence b's new tokens are rows query_start[b]:query_start[b+1]; they are the last of its context_lens[b] tokens.
     Python lists stand beside the tensors because a CPU kernel loops over sequences, and reading a tensor element by element
-    is slow.
+    is slow. In a step that is captured as a graph (engine/decode_graphs.py) `context_lens_list` is only a bound.
 
     token_ids: int64 [T]; positions: int64 [T]; slots: int64 [T], where each new token's KV goes
     (block * block_size + offset); query_start: int32 [B + 1]; context_lens: int32 [B], tokens of KV after this step's write;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import triton
@@ -109,11 +110,15 @@ class TritonAttention:
         group = spec.num_heads // spec.num_kv_heads
         few = few_tiling(group, dim, kv.dtype)
         few_tokens = few.rows // triton.next_power_of_2(group)
-        lengths = [stop - start for start, stop in zip(batch.query_start_list, batch.query_start_list[1:], strict=False)]
-        longest_few = max((length for length in lengths if length <= few_tokens), default=0)
+        if batch.num_tokens == batch.num_sequences:
+            longest_few = longest = 1
+        else:
+            lengths = [stop - start for start, stop in pairwise(batch.query_start_list)]
+            longest_few = max((length for length in lengths if length <= few_tokens), default=0)
+            longest = max(lengths, default=0)
         if longest_few:
             self._few(q, kv, out, spec, batch, few, few_tokens, longest_few)
-        if max(lengths, default=0) > few_tokens:
+        if longest > few_tokens:
             many = many_tiling(group, dim, kv.dtype)
             tiles = q.shape[0] // (many.rows // triton.next_power_of_2(group)) + batch.num_sequences
             _launch(q, kv, out, spec, batch, many, (tiles, spec.num_kv_heads, 1), few_tokens=few_tokens)

@@ -154,10 +154,10 @@ def attend(
         shrink = tl.exp2(largest - base)
         weight = weight * shrink + tl.sum(weights, 1)
         largest = now
-        values = tl.load(key_at + kv_side, mask=there, other=0).to(queries.dtype)
-        if INT8:
-            weights *= tl.load(scale_at + scale_side, mask=held, other=0.0)[None, :]
-        mixed = tl.dot(weights.to(queries.dtype), values, mixed * shrink[:, None], input_precision=PRECISION)
+        values = tl.load(key_at + kv_side, mask=there, other=0)
+        if INT8:  # a weight times a scale would leave the range of float16
+            values = values.to(tl.float32) * tl.load(scale_at + scale_side, mask=held, other=0.0)[:, None]
+        mixed = tl.dot(weights.to(queries.dtype), values.to(queries.dtype), mixed * shrink[:, None], input_precision=PRECISION)
 
     stored = asked[:, None] & (dims < DIM)[None, :]
     if PARTIAL:

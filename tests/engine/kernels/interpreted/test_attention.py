@@ -41,6 +41,22 @@ def test_attention_equals_float64(shape, dtype, window, block_size, batch, seed)
     check_attention(TritonAttention(), shape, dtype, window, block_size, batch, seed)
 
 
+def test_float16_queries_over_int8_memory_of_small_values():
+    """A weight times a scale would be too small for float16: 1e-3 / 127 times some thousandths."""
+    generator = torch.Generator().manual_seed(3)
+    spec = AttentionSpec(4, 2, 32, 32**-0.5)
+    batch = make_batch([(1, 500), (30, 200)], 16, 60, generator)
+    whole = make_batch([(500, 500), (200, 200)], 16, 60, None, batch.block_tables)
+    kv = poisoned(torch.int8, 60, 2, 2, 16, 32)
+    k, v = torch.randn(2, 700, 2, 32, generator=generator)
+    ReferenceAttention().write(kv, k, v * 1e-3, whole)
+    q = torch.randn(31, 4, 32, generator=generator).half()
+    wanted = exact(q, kv, spec, batch)
+    got = TritonAttention().attend(q, kv, spec, batch)
+    assert got.dtype == torch.float16
+    assert (got.double() - wanted).abs().max() <= 2e-3 * wanted.abs().max()
+
+
 def test_a_row_does_not_depend_on_its_neighbours():
     """Splits follow from a sequence's own context: the same bits alone and beside longer and shorter ones."""
     generator = torch.Generator().manual_seed(4)
