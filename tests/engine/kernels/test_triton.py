@@ -29,6 +29,7 @@ LEAST_SHARED = 99 << 10
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_interpreted_kernels_equal_the_references():
     """In a process of its own: Triton decides when it is first imported whether it interprets."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "interpreted")]
@@ -74,6 +75,7 @@ def test_attention_compiles_without_spilling(compiling, memory, io, shape, windo
     check(compiling.kernels, ["write_kv", "attend", "combine", "attend"])
     products = [kernel.ptx for kernel in compiling.kernels if kernel.name == "attend"]
     assert all("mma" in ptx for ptx in products), "the products do not run on the tensor cores"
+    assert all("cp.async.cg" in ptx for ptx in products), "keys are not loaded 16 bytes at a time, ahead of their use"
 
 
 @pytest.mark.slow
