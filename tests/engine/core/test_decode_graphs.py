@@ -125,10 +125,11 @@ def test_a_step_is_padded_to_the_next_size_and_equals_the_eager_one(model):
     captured = len(forward.batches)
     # After the four, smaller steps must not see what the buffers held.
     for spans, graph in [
-        ([([1, 2], 7), ([5], 4), ([0, 3, 7], 9)], four),
-        ([([0, 3, 7], 10)], one_graph),
-        ([([5, 6], 5), ([1, 2], 8)], two),
-        ([([0, 3, 7], 11), ([1, 2, 4], 9), ([5, 6], 6)], four),
+        ([([1, 2], 7), ([5], 4), ([0, 3, 7], 9), ([4], 1)], four),
+        ([([1, 2], 8), ([5, 6], 5), ([0, 3, 7], 10)], four),  # the fourth must not write to block 4 again
+        ([([0, 3, 7], 11)], one_graph),
+        ([([5, 6], 6), ([1, 2, 4], 9)], two),
+        ([([0, 3, 7], 12), ([1, 2, 4], 10), ([5, 6], 7)], four),
     ]:
         batch = decode_batch(model, spans)
         before = graph.replays
@@ -142,7 +143,7 @@ def test_a_step_is_padded_to_the_next_size_and_equals_the_eager_one(model):
         assert told.slots[count:].tolist() == [8 * 4] * (told.num_sequences - count)
         assert told.block_tables[count:, 0].tolist() == [8] * (told.num_sequences - count)
         assert told.context_lens[count:].tolist() == [1] * (told.num_sequences - count)
-    assert len(forward.batches) == captured + 4
+    assert len(forward.batches) == captured + 5
     torch.testing.assert_close(kv[:-1], eager_kv[:-1], rtol=0, atol=0, equal_nan=True)
 
 

@@ -1,15 +1,23 @@
 """Choosing in Triton against the plain reference and against NumPy: the same token for the same random numbers."""
 
+import math
+
 import numpy as np
 import pytest
 import test_sampler_reference as reference
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling_reference import variate
 from test_native_sampling import NONE, logits_of, settings_of
 
+from engine.kernels.triton.device.sampling import log_exponential
 from engine.kernels.triton.sampling import TritonSampler
+from engine.sampling.choose_device import log_exponential as torch_log_exponential
 from engine.sampling.logprobs import LEAST, most_likely
+from engine.sampling.philox import stream_keys
 from engine.sampling.sampler import BROKEN_LOGITS, NOTHING_ALLOWED, SampledToken, Sampler
 from engine.sampling.state import SamplingState
 from gateway.workers.protocol import SamplingParams
@@ -18,6 +26,27 @@ from gateway.workers.protocol import SamplingParams
 class InTriton(Sampler):
     def __init__(self, vocab_size):
         super().__init__(vocab_size, "cpu", TritonSampler())
+
+
+@triton.jit
+def _log_exponentials(keys, out, count: tl.constexpr):
+    row = tl.program_id(0)
+    tokens = tl.arange(0, count)
+    tl.store(out + row * count + tokens, log_exponential(tl.load(keys + row).to(tl.uint64, bitcast=True), tokens))
+
+
+def test_the_logarithms_of_the_variates_are_exact_to_a_few_units():
+    """Over variates down to 1e-5, from where the winners come."""
+    keys = stream_keys([1, 2**64 - 1, 77], [0, 3, 127], [5, 2**40, 0])
+    count = 1 << 15
+    got = torch.empty(3, count)
+    _log_exponentials[(3,)](torch.from_numpy(keys.view(np.int64)), got, count=count)
+    exact = np.array([[math.log(variate(int(key), token)) for token in range(count)] for key in keys])
+    assert exact.min() < math.log(5e-5)
+    error = np.abs(got.numpy() - exact)
+    assert error[exact < 0].max() < 1e-6
+    # Near u = 1 the number itself is rounded, in the same way everywhere.
+    assert (got - torch_log_exponential(torch.from_numpy(keys.view(np.int64)), count)).abs().max() < 2e-6
 
 
 @given(
