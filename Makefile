@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo serve test lint types imports unit model clean
+.PHONY: demo serve test lint types imports unit triton model clean
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -35,6 +35,10 @@ imports: $(STAMP)
 
 unit: model
 	$(BIN)/pytest -q
+
+# The Triton kernels alone: interpreted, and compiled for GPUs that need not be here. Part of `unit`.
+triton: $(STAMP)
+	$(BIN)/pytest -q tests/engine/kernels/test_triton.py
 
 clean:
 	rm -rf $(VENV)

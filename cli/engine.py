@@ -51,6 +51,20 @@ class MemorySize(click.ParamType[int | float]):
         return int(number * _UNITS[unit])
 
 
+class BatchSizes(click.ParamType[tuple[int, ...]]):
+    """Ascending numbers with commas between them, or `none`."""
+
+    name = "sizes"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        parts = [] if str(value).strip() == "none" else str(value).split(",")
+        if not all(part.strip().isdecimal() for part in parts):
+            self.fail(f"{value!r} are no batch sizes; write them with commas between (1,2,4,8), or none.", param, ctx)
+        return tuple(int(part) for part in parts)
+
+
 class OTLPAddress(click.ParamType[str]):
     """The URL of an OTLP/HTTP collector."""
 
@@ -116,6 +130,12 @@ def _sim_option(*names: str, **settings: Any) -> Callable[[Callable[..., Any]], 
     default="auto",
     show_default=True,
     help="auto: the fastest that this machine can build, said in the log; reference: plain torch, slower, to compare with.",
+)
+@click.option(
+    "--graph-batch-sizes",
+    type=BatchSizes(),
+    default=None,
+    help="On an NVIDIA GPU: for how many sequences a decode step is captured as a graph, as 1,2,4,8; none: for none.",
 )
 @click.option(
     "--kv-memory", type=MemorySize(), default=None, help="For KV blocks: bytes (8GiB) or a share of what is free (50%)."
@@ -254,7 +274,9 @@ def _real(options: dict[str, Any]) -> Load:
 
         _check_device(options["device"])
         given: dict[str, Any] = {
-            field: options[field] for field in ("max_num_seqs", "max_num_batched_tokens") if options[field] is not None
+            field: options[field]
+            for field in ("max_num_seqs", "max_num_batched_tokens", "graph_batch_sizes")
+            if options[field] is not None
         }
         if isinstance(options["kv_memory"], float):
             given["kv_memory_fraction"] = options["kv_memory"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +14,8 @@ DTypeName = Literal["auto", "bfloat16", "float16", "float32"]
 KVDTypeName = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 Policy = Literal["fcfs", "priority"]
 Kernels = Literal["auto", "reference"]
+
+GRAPH_BATCH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64)
 
 
 class ConfigError(ValueError):
@@ -37,7 +40,9 @@ class EngineConfig:
     prefill is spread over several steps, beside which others go on decoding.
 
     policy: fcfs, or priority (lower first, ties by arrival). threads: that compute (None: as torch finds). kernels: auto is
-    the fastest that the machine can build, reference is plain torch.
+    the fastest that the machine can build, reference is plain torch. graph_batch_sizes: on an NVIDIA GPU, the numbers of
+    sequences for which a decode step is captured as a graph, ascending; those beyond `max_num_seqs` are left out, and none
+    turns it off.
     """
 
     model: Path
@@ -57,6 +62,7 @@ class EngineConfig:
     policy: Policy = "fcfs"
     threads: int | None = None
     kernels: Kernels = "auto"
+    graph_batch_sizes: tuple[int, ...] = GRAPH_BATCH_SIZES
 
     def __post_init__(self) -> None:
         """Raises ConfigError."""
@@ -81,5 +87,10 @@ class EngineConfig:
             raise ConfigError(f"dtype is {self.dtype!r}; it must be auto, bfloat16, float16 or float32.")
         if self.kv_dtype not in ("auto", "float32", "bfloat16", "float16", "int8"):
             raise ConfigError(f"kv_dtype is {self.kv_dtype!r}; it must be auto, float32, bfloat16, float16 or int8.")
+        sizes = self.graph_batch_sizes
+        if any(size < 1 for size in sizes) or any(low >= high for low, high in pairwise(sizes)):
+            raise ConfigError(
+                f"graph_batch_sizes is {', '.join(map(str, sizes))}; it must be ascending numbers of at least 1, each once."
+            )
         if self.quantization not in QUANTIZATIONS:
             raise ConfigError(f"quantization is {self.quantization!r}; it must be one of {', '.join(QUANTIZATIONS)}.")

@@ -18,6 +18,7 @@ import torch
 from engine.batch import build_batch
 from engine.config import EngineConfig
 from engine.core import RequestRefused
+from engine.decode_graphs import DecodeGraphs, GraphCapture
 from engine.forward import Forward
 from engine.intake import Intake, Limits
 from engine.kv_cache import KVCache
@@ -57,9 +58,13 @@ class Engine:
         grammars: GrammarCompiler | None = None,
         detokenizer: Detokenizer | None = None,
         eviction: EvictionPolicy | None = None,
+        graph_capture: GraphCapture | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`num_blocks` and `max_model_len` are decided (engine.kv_memory); those of `config` are not looked at.
+
+        graph_capture: what captures decode steps, at the warm-up; the KV memory then has one block more, which the pool does
+        not know. None: every step runs eagerly.
 
         grammars and detokenizer (an empty one) are None for a model without a tokenizer. Raises ValueError for a model whose
         KV cannot be paged (engine.kv_layout.KVLayout).
@@ -70,7 +75,12 @@ class Engine:
         self._grammars = grammars
         self._sampler = sampler
         layout = KVLayout.of(model, config.block_size, config.kv_dtype)
-        self._runner = Runner(forward, layout.allocate(num_blocks))
+        sizes = [size for size in config.graph_batch_sizes if size <= config.max_num_seqs]
+        if graph_capture is None or not sizes:
+            self._runner = Runner(forward, layout.allocate(num_blocks))
+        else:
+            kv = layout.allocate(num_blocks + 1)
+            self._runner = Runner(forward, kv, DecodeGraphs(forward, kv, graph_capture, sizes, max_model_len))
         self._cache = KVCache(BlockPool(num_blocks, config.block_size, eviction), caching=config.prefix_caching)
         self._scheduler = Scheduler(
             self._cache, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
@@ -124,6 +134,7 @@ class Engine:
             raise RuntimeError("warm_up comes before the first request: its KV would overwrite that of cached blocks")
         pool, info = self._cache.pool, self._info
         warm_up(self._runner, self._sampler, pool.num_blocks, info.block_size, info.max_model_len)
+        self._runner.capture_graphs()
 
     def started_in(self, seconds: StartupSeconds) -> None:
         """What `info` says of the start; before it is first read by others."""

@@ -9,6 +9,7 @@ import torch
 
 from engine.kernels.interface import AttentionKernel, AttentionSpec, StepBatch
 from engine.models.decoder import Decoder
+from engine.models.operations import Operations
 
 
 class Forward(Protocol):
@@ -20,33 +21,41 @@ class Forward(Protocol):
 
 
 class LayeredForward:
-    """Layer by layer, with any attention kernel."""
+    """Layer by layer, with any attention kernel and any operations between the products (None: plain torch)."""
 
-    def __init__(self, decoder: Decoder, kernel: AttentionKernel) -> None:
+    def __init__(self, decoder: Decoder, kernel: AttentionKernel, operations: Operations | None = None) -> None:
         self.kernel = kernel
+        self.operations = operations
         self._decoder = decoder
         self._specs = decoder.spec.attention
 
     def run(self, batch: StepBatch, kv: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        attention = _PagedAttention(self.kernel, kv, self._specs, batch)
-        hidden = self._decoder.forward(batch.token_ids, batch.positions, attention)
+        attention = PagedAttention(self.kernel, kv, self._specs, batch)
+        hidden = self._decoder.forward(batch.token_ids, batch.positions, attention, self.operations)
         if len(rows) != hidden.shape[0]:
             hidden = hidden[torch.tensor(rows, dtype=torch.int64, device=hidden.device)]
         return self._decoder.logits(hidden)
 
 
-class _PagedAttention:
-    """What the decoder's layers call during one step."""
+class PagedAttention:
+    """What the decoder's layers call during one step. An operation that writes KV itself takes `memory` and `attend`."""
 
-    __slots__ = ("_batch", "_kernel", "_kv", "_specs")
+    __slots__ = ("_kernel", "_kv", "_specs", "batch")
 
     def __init__(self, kernel: AttentionKernel, kv: torch.Tensor, specs: tuple[AttentionSpec, ...], batch: StepBatch) -> None:
         self._kernel = kernel
         self._kv = kv
         self._specs = specs
-        self._batch = batch
+        self.batch = batch
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        kv = self._kv[:, layer]
-        self._kernel.write(kv, k, v, self._batch)
-        return self._kernel.attend(q, kv, self._specs[layer], self._batch)
+        self._kernel.write(self.memory(layer), k, v, self.batch)
+        return self.attend(layer, q)
+
+    def memory(self, layer: int) -> torch.Tensor:
+        """The layer's view of the KV memory."""
+        return self._kv[:, layer]
+
+    def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """Over the whole context, once this step's keys and values are in `memory`."""
+        return self._kernel.attend(q, self.memory(layer), self._specs[layer], self.batch)

@@ -13,7 +13,7 @@ from engine.checkpoints.errors import CheckpointError
 from engine.checkpoints.progress import Report, silent
 from engine.config import ConfigError, EngineConfig
 from engine.engine import Engine
-from engine.forward_choice import choose_forward, row_chooser
+from engine.forward_choice import choose_forward, graph_capture, row_chooser
 from engine.kv_memory import KVBudget, kv_budget
 from engine.measurements import Measurements
 from engine.models.registry import LoadedModel, load_model
@@ -93,6 +93,7 @@ def load_engine(
         sampler=sampler,
         grammars=None if tokenizer is None else GrammarCompiler(tokenizer_json, spec.vocab_size, spec.eos_token_ids),
         detokenizer=None if tokenizer is None else Detokenizer(tokenizer),
+        graph_capture=graph_capture(forward),
     )
     clock.enter("warm_up")
     engine.warm_up()

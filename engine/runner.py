@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.config import KVDTypeName
+from engine.decode_graphs import DecodeGraphs
 from engine.forward import Forward
 from engine.kernels.interface import StepBatch
 from engine.kv_cache import BlockCopy
@@ -23,10 +24,11 @@ def allocate_kv(model: LoadedModel, num_blocks: int, block_size: int, kv_dtype: 
 class Runner:
     """One model and its KV memory."""
 
-    def __init__(self, forward: Forward, kv: torch.Tensor) -> None:
-        """kv: as `allocate_kv` makes it."""
+    def __init__(self, forward: Forward, kv: torch.Tensor, graphs: DecodeGraphs | None = None) -> None:
+        """kv: as `allocate_kv` makes it. graphs: of this pass over this memory; None: every step runs eagerly."""
         self._forward = forward
         self._kv = kv
+        self._graphs = graphs
         self.forward_seconds = 0.0
         """Time spent in the forward pass so far."""
 
@@ -36,13 +38,23 @@ class Runner:
         return self._kv.device
 
     @torch.inference_mode()
+    def capture_graphs(self) -> None:
+        """Captures the decode graphs, where there are any to be. No block that a sequence may hold is touched."""
+        if self._graphs is not None:
+            self._graphs.capture()
+
+    @torch.inference_mode()
     def run(self, batch: StepBatch, rows: Sequence[int], copies: Sequence[BlockCopy] = ()) -> torch.Tensor:
         """Computes a batch after making the copies. Returns the logits that follow the tokens in `rows` of the batch,
-        float32 [len(rows), vocabulary]."""
+        float32 [len(rows), vocabulary]; they hold until the next run."""
         if copies:
             self._copy(copies)
         began = time.perf_counter()
-        logits = self._forward.run(batch, self._kv, rows)
+        size = None if self._graphs is None else self._graphs.size_for(batch, rows)
+        if self._graphs is None or size is None:
+            logits = self._forward.run(batch, self._kv, rows)
+        else:
+            logits = self._graphs.run(batch, size)
         self.forward_seconds += time.perf_counter() - began
         return logits
 

@@ -19,7 +19,7 @@ class StartupClock:
     """Every moment counts for the part that was entered last; the first is `load`.
 
     load: interpreter, imports, weights, tokenizer, grammar compiler. compile: kernels, built or found built, and what is laid
-    out anew for them. warm_up: the largest step's memory, measured or remembered, and a first pass.
+    out anew for them. warm_up: the largest step's memory, measured or remembered, a first pass, and on a GPU the decode graphs.
     """
 
     def __init__(self, already: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:

@@ -36,5 +36,6 @@ def warm_up(runner: Runner, sampler: Sampler, num_blocks: int, block_size: int, 
         logits = runner.run(single_batch(blocks, start, count, block_size, runner.device), [count - 1])
         bitmask = torch.full((len(states), -(-logits.shape[1] // 32)), -1, dtype=torch.int32)
         rows = logits.expand(len(states), -1).contiguous()
-        sampler.sample(rows, states)
-        sampler.sample(rows, states, bitmask)
+        for some in (states, *([state] for state in states)):  # each kind alone is another path than all together
+            sampler.sample(rows[: len(some)], some)
+            sampler.sample(rows[: len(some)], some, bitmask[: len(some)])

@@ -22,7 +22,7 @@ class StepBatch:
 
     Sequence b's new tokens are rows query_start[b]:query_start[b+1]; they are the last of its context_lens[b] tokens.
     Python lists stand beside the tensors because a CPU kernel loops over sequences, and reading a tensor element by element
-    is slow.
+    is slow. In a step that is captured as a graph (engine/decode_graphs.py) `context_lens_list` is only a bound.
 
     token_ids: int64 [T]; positions: int64 [T]; slots: int64 [T], where each new token's KV goes
     (block * block_size + offset); query_start: int32 [B + 1]; context_lens: int32 [B], tokens of KV after this step's write;
@@ -78,3 +78,15 @@ class LayerAttention(Protocol):
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """q: [T, heads, dim]; k, v: [T, kv heads, dim] -> [T, heads, dim]."""
+
+
+class PagedLayerAttention(LayerAttention, Protocol):
+    """A `LayerAttention` over paged KV whose two operations can be called apart."""
+
+    batch: StepBatch
+
+    def memory(self, layer: int) -> torch.Tensor:
+        """The layer's view of the KV memory."""
+
+    def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """q: [T, heads, dim] -> [T, heads, dim], once the step's keys and values are in `memory`."""

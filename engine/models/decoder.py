@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from engine.kernels.interface import LayerAttention
-from engine.models.layers import DecoderLayer, Linear, RMSNorm, take_decoder_layer, take_linear, take_norm, take_quantized
+from engine.models.layers import DecoderLayer, Linear, take_decoder_layer, take_linear, take_norm, take_quantized
+from engine.models.operations import Operations, RMSNorm, TorchOperations
 from engine.models.rope import rope_table
 from engine.models.spec import ModelSpec
 from engine.models.weights import Weights
@@ -29,20 +30,30 @@ class Decoder:
         self.layers = tuple(layers)
         self.norm = norm
         self.head = head
+        self._plain = TorchOperations()
         self._cos, self._sin = rope_table(spec.rope, dtype=self.dtype, device=self.device)
 
     @torch.inference_mode()
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: LayerAttention) -> torch.Tensor:
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: LayerAttention,
+        operations: Operations | None = None,
+    ) -> torch.Tensor:
         """token_ids, positions: int64 [T] -> hidden states after the final norm, [T, hidden size], in the model's dtype.
 
-        Every layer calls `attention(layer, q, k, v)` once, in order. Positions must lie below `spec.max_context` and ids below
+        operations: what computes between the products; None: plain torch, in which every layer calls
+        `attention(layer, q, k, v)` once, in order. Positions must lie below `spec.max_context` and ids below
         the vocabulary's size (IndexError).
         """
+        operations = operations or self._plain
         x = self.embedding[token_ids]
-        cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        rotation = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        delta = None
         for layer in self.layers:
-            x = layer(x, cos, sin, attention)
-        return self.norm(x)
+            delta = layer(x, delta, rotation, attention, operations)
+        return operations.add_norm(x, delta, self.norm)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -11,29 +11,11 @@ from torch.nn import functional
 
 from engine.checkpoints.errors import CheckpointError
 from engine.kernels.interface import LayerAttention
-from engine.models.rope import rotate
+from engine.models.operations import Operations, RMSNorm
 from engine.models.spec import ModelSpec
 from engine.models.weights import Weights
 from engine.quantization.matrix import QuantizedMatrix
 from engine.quantization.scheme import Scheme
-
-
-class RMSNorm:
-    """Root mean square normalisation (Zhang and Sennrich, arXiv 1910.07467) over the last dimension.
-
-    Computed in float32 and rounded to the input's dtype before the weight is applied: the order of transformers.
-    """
-
-    __slots__ = ("eps", "weight")
-
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
-        self.weight = weight
-        self.eps = eps
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        scale = wide.square().mean(-1, keepdim=True).add_(self.eps).rsqrt_()
-        return (wide * scale).to(x.dtype).mul_(self.weight)
 
 
 class Linear:
@@ -136,9 +118,8 @@ class MLP:
         self.gate_up = gate_up
         self.down = down
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(functional.silu(gate).mul_(up))
+    def __call__(self, x: torch.Tensor, operations: Operations) -> torch.Tensor:
+        return self.down(operations.gate(self.gate_up(x)))
 
 
 class Attention:
@@ -147,7 +128,7 @@ class Attention:
     `q_norm`, `k_norm`: RMS norms over each head (Qwen3).
     """
 
-    __slots__ = ("index", "k_norm", "num_heads", "num_kv_heads", "out", "q_norm", "qkv")
+    __slots__ = ("index", "k_norm", "norms", "num_heads", "num_kv_heads", "out", "q_norm", "qkv")
 
     def __init__(
         self,
@@ -165,22 +146,23 @@ class Attention:
         self.out = out
         self.q_norm = q_norm
         self.k_norm = k_norm
+        self.norms = None if q_norm is None or k_norm is None else (q_norm, k_norm)
 
-    def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: LayerAttention) -> torch.Tensor:
-        tokens, heads = x.shape[0], self.num_heads
-        rotated = heads + self.num_kv_heads
-        qkv = self.qkv(x).view(tokens, rotated + self.num_kv_heads, -1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q = rotate(self.q_norm(qkv[:, :heads]), cos, sin)
-            k = rotate(self.k_norm(qkv[:, heads:rotated]), cos, sin)
-        else:
-            q, k = rotate(qkv[:, :rotated], cos, sin).split((heads, self.num_kv_heads), dim=1)
-        mixed = attention(self.index, q, k, qkv[:, rotated:])
+    def __call__(
+        self,
+        x: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        attention: LayerAttention,
+        operations: Operations,
+    ) -> torch.Tensor:
+        tokens = x.shape[0]
+        qkv = self.qkv(x).view(tokens, self.num_heads + 2 * self.num_kv_heads, -1)
+        mixed = operations.attend(attention, self.index, qkv, self.num_heads, rotation, self.norms)
         return self.out(mixed.reshape(tokens, -1))
 
 
 class DecoderLayer:
-    """Pre-norm residual layer: x + attention(norm(x)), then x + mlp(norm(x)). Adds into x."""
+    """Pre-norm residual layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     __slots__ = ("attention", "attention_norm", "mlp", "mlp_norm")
 
@@ -190,9 +172,18 @@ class DecoderLayer:
         self.mlp_norm = mlp_norm
         self.mlp = mlp
 
-    def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: LayerAttention) -> torch.Tensor:
-        x.add_(self.attention(self.attention_norm(x), cos, sin, attention))
-        return x.add_(self.mlp(self.mlp_norm(x)))
+    def __call__(
+        self,
+        x: torch.Tensor,
+        delta: torch.Tensor | None,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        attention: LayerAttention,
+        operations: Operations,
+    ) -> torch.Tensor:
+        """x and delta: what the layer before left, not yet added up; they are, into x. Returns this layer's delta: so every
+        addition stands before a norm, and both can be one operation."""
+        mixed = self.attention(operations.add_norm(x, delta, self.attention_norm), rotation, attention, operations)
+        return self.mlp(operations.add_norm(x, mixed, self.mlp_norm), operations)
 
 
 def take_linear(

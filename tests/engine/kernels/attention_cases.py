@@ -13,6 +13,10 @@ TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 1.5e-2, torch.float16: 2e-3, t
 TOLERANCE_HALF = TOLERANCE | {torch.float16: 1.5e-2, torch.int8: 1.5e-2}
 
 
+def tolerance_of(cpu_kernel):
+    return TOLERANCE_HALF if cpu_kernel.library.has_half_products else TOLERANCE
+
+
 def make_batch(sequences, block_size, num_blocks, generator, tables=None):
     """sequences: (new tokens, context) pairs. Blocks are handed out in random order unless there are `tables`; table padding
     points at block 0."""
@@ -73,8 +77,9 @@ def exact(q, kv, spec, batch):
     return torch.cat(outs)
 
 
-def check_attention(kernel, shape, dtype, window, block_size, batch, seed, *, spread=1.0, bias=0.0):
-    """Writes and attends with `kernel` over a batch of (new tokens, context) pairs, and holds the answer to float64.
+def check_attention(kernel, shape, dtype, window, block_size, batch, seed, *, tolerance=TOLERANCE, spread=1.0, bias=0.0):
+    """Writes and attends with `kernel` over a batch of (new tokens, context) pairs, and holds the answer to float64, with the
+    `tolerance` of its dtype.
 
     shape: heads, KV heads, dim. spread: standard deviation of the scores. bias: magnitude of what is added to every key in
     a few dims, as Qwen2's projections do. Returns the answer's largest error, relative to its largest value.
@@ -102,6 +107,6 @@ def check_attention(kernel, shape, dtype, window, block_size, batch, seed, *, sp
     assert out.shape == wanted.shape
     assert torch.isfinite(out).all()
     error = float((out.double() - wanted).abs().max() / wanted.abs().max())
-    assert error <= (TOLERANCE_HALF if kernel.library.has_half_products else TOLERANCE)[dtype]
+    assert error <= tolerance[dtype]
     assert floats(memory[:, [0, 2]]).isnan().all(), "another layer was written"
     return error

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from attention_cases import TOLERANCE, check_attention, exact, make_batch, poisoned
+from attention_cases import TOLERANCE, check_attention, exact, make_batch, poisoned, tolerance_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -44,7 +44,7 @@ sequences = st.lists(
 )
 def test_attention_equals_float64(cache_dir, shape, dtype, window, block_size, threads, batch, seed):
     kernel = CpuAttention.build(shape[2], threads, cache_dir)
-    check_attention(kernel, shape, dtype, window, block_size, batch, seed)
+    check_attention(kernel, shape, dtype, window, block_size, batch, seed, tolerance=tolerance_of(kernel))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

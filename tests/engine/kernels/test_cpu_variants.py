@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from attention_cases import TOLERANCE, check_attention
+from attention_cases import TOLERANCE, check_attention, tolerance_of
 from variants import VARIANTS, load_variant
 
 from engine.kernels.cpu.kernel import CpuAttention
@@ -24,8 +24,9 @@ def test_every_build_computes_attention(cache_dir, variant):
     assert library.has_amx == (variant == "emulated-amx")
     team = library.team(2)
     kernel = CpuAttention(library, team)
+    tolerance = tolerance_of(kernel)
     for dtype in TOLERANCE:
         for seed, (heads, kv_heads, window) in enumerate([(9, 3, None), (14, 2, 100)]):
-            check_attention(kernel, (heads, kv_heads, 64), dtype, window, 16, MIXED, seed)
-        check_attention(kernel, (4, 4, 64), dtype, None, 7, MIXED, 2, spread=4.0)
+            check_attention(kernel, (heads, kv_heads, 64), dtype, window, 16, MIXED, seed, tolerance=tolerance)
+        check_attention(kernel, (4, 4, 64), dtype, None, 7, MIXED, 2, tolerance=tolerance, spread=4.0)
     team.close()

@@ -2,14 +2,15 @@
 
 import logging
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from engine.config import EngineConfig
+from engine.config import ConfigError, EngineConfig
 from engine.forward import LayeredForward
-from engine.forward_choice import choose_forward
+from engine.forward_choice import choose_forward, graph_capture, row_chooser
 from engine.kernels.cpu import library
 from engine.kernels.cpu.decoder import NativeDecoder
 from engine.kernels.cpu.kernel import CpuAttention
@@ -86,3 +87,67 @@ def test_reference_can_be_asked_for(tiny_checkpoint, tmp_path):
     chosen = choose(tiny_checkpoint("llama", **FITS), torch.float32, tmp_path, kernels="reference")
     assert isinstance(chosen.kernel, ReferenceAttention)
     assert not list(tmp_path.iterdir())
+
+
+class OnGPU:
+    """A decoder as far as the choice looks at it, on a GPU of some compute capability."""
+
+    def __init__(self, decoder, monkeypatch, capability=(9, 0), index=0):
+        self.spec = decoder.spec
+        self.device = torch.device("cuda", index)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+
+    def choose(self, **settings):
+        return choose_forward(EngineConfig(model=Path("tiny"), **settings), self, Path("nowhere"))
+
+
+@pytest.fixture
+def decoder(tiny_checkpoint):
+    return load_model(tiny_checkpoint("llama", **FITS), dtype=torch.float32).decoder
+
+
+def test_a_gpu_gets_the_triton_kernels_a_sampler_and_graphs(decoder, monkeypatch, caplog):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from engine.kernels.triton.attention import TritonAttention
+    from engine.kernels.triton.operations import TritonOperations
+    from engine.kernels.triton.sampling import TritonSampler
+
+    caplog.set_level(logging.INFO, logger="engine.forward_choice")
+    chosen = OnGPU(decoder, monkeypatch).choose()
+    assert isinstance(chosen.kernel, TritonAttention)
+    assert isinstance(chosen.operations, TritonOperations)
+    assert isinstance(row_chooser(chosen), TritonSampler)
+    assert graph_capture(chosen) is not None
+    (record,) = caplog.records
+    assert "run in Triton on cuda:0" in record.message
+
+
+def test_on_a_gpu_the_reference_can_be_asked_for(decoder, monkeypatch):
+    chosen = OnGPU(decoder, monkeypatch).choose(kernels="reference")
+    assert isinstance(chosen.kernel, ReferenceAttention)
+    assert chosen.operations is row_chooser(chosen) is graph_capture(chosen) is None
+
+
+@pytest.mark.parametrize(
+    ("absent", "capability", "reason"),
+    [(True, (9, 0), "Triton is not installed; install it with `pip install"), (False, (7, 5), "compute capability 8.0")],
+)
+def test_a_gpu_without_triton_serves_in_plain_torch_and_one_line_says_why(
+    decoder, monkeypatch, caplog, absent, capability, reason
+):
+    if absent:
+        for name in [name for name in sys.modules if name.startswith("engine.kernels.triton.")]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setitem(sys.modules, "triton", None)
+    chosen = OnGPU(decoder, monkeypatch, capability).choose()
+    assert isinstance(chosen.kernel, ReferenceAttention)
+    assert chosen.operations is row_chooser(chosen) is graph_capture(chosen) is None
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert reason in record.message
+
+
+def test_another_gpu_than_the_first_is_refused_with_the_way_to_have_it(decoder, monkeypatch):
+    with pytest.raises(ConfigError, match=r"device is cuda:2; .* CUDA_VISIBLE_DEVICES=2"):
+        OnGPU(decoder, monkeypatch, index=2).choose()

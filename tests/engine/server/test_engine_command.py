@@ -223,7 +223,7 @@ def test_a_model_that_is_missing_or_damaged(tiny_checkpoint, tmp_path):
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 def test_a_model_is_served(tiny_checkpoint, tmp_path, kernels):
-    options = ("--dtype", "float32", "--num-blocks", 64, "--threads", 1, "--kernels", kernels)
+    options = ("--dtype", "float32", "--num-blocks", 64, "--threads", 1, "--kernels", kernels, "--graph-batch-sizes", "1,2")
     with process("--model", tiny_checkpoint("llama"), "--port", 0, "--model-name", "tiny", *options, *CHECKS) as replica:
         info = json.loads(replica.get("/v1/info")[1])
         assert {"model": "tiny", "num_blocks": 64, "vocab_size": 320}.items() <= info.items()
