@@ -17,12 +17,15 @@ constexpr int kMaxRows = 384;  // rows of a tile
 constexpr float kNegative = -3.0e38f;
 
 // A tile of work: rows [row, row + rows) of one sequence, of each of the KV heads [kv_head, kv_head + heads), against keys
-// [key_begin, key_end). Only tiles of few rows have more than one head.
+// [key_begin, key_end). Only tiles of few rows have more than one head. A shared tile has the rows of several sequences, one token
+// each, that follow one another in the batch and share the blocks of these keys: every row sees all of them.
 struct Tile {
     int32_t sequence, kv_head, heads, row, rows;
     int32_t key_begin, key_end;
     int32_t part, parts;  // which split of the keys this is
-    int64_t scratch;      // where its partial result goes when parts > 1
+    bool shared;
+    bool partial;     // its result is merged with others
+    int64_t scratch;  // where a partial result goes: accumulators [heads * rows][D], maxima, sums
 };
 
 // What a row may see: keys in [first, last].
@@ -30,7 +33,9 @@ struct Visible {
     int32_t first, last;
 };
 
-static inline Visible visible(const AttentionArgs& a, int sequence, int row) {
+static inline Visible visible(const AttentionArgs& a, const Tile& t, int row) {
+    if (t.shared) return {t.key_begin, t.key_end - 1};
+    const int sequence = t.sequence;
     const int group = a.num_heads / a.num_kv_heads;
     const int new_tokens = a.query_start[sequence + 1] - a.query_start[sequence];
     const int position = a.context_lens[sequence] - new_tokens + row / group;

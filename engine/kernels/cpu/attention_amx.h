@@ -86,8 +86,8 @@ static void tile_amx(const AttentionArgs& a, const Tile& t, Rows& state) {
         for (int r = 0; r < padded_rows; r += 32) {
             // the last row of the 32 sees furthest; chunks that begin behind it are skipped
             const int live = std::min(32, rows - r);
-            const Visible furthest = visible(a, t.sequence, t.row + r + live - 1);
-            const Visible nearest = visible(a, t.sequence, t.row + r);
+            const Visible furthest = visible(a, t, t.row + r + live - 1);
+            const Visible nearest = visible(a, t, t.row + r);
             if (furthest.last < begin || nearest.first >= begin + keys) continue;
             const int seen = std::min(padded, (furthest.last - begin + 32) / 32 * 32);
             for (int k = 0; k < seen; k += 32) {
@@ -111,7 +111,7 @@ static void tile_amx(const AttentionArgs& a, const Tile& t, Rows& state) {
                 _tile_stored(3, scores + 16 * kChunk + k + 16, kChunk * 4);
             }
             for (int i = 0; i < live; i++) {
-                const Visible v = visible(a, t.sequence, t.row + r + i);
+                const Visible v = visible(a, t, t.row + r + i);
                 const int first = v.first - begin, last = std::min(v.last - begin, keys - 1);
                 float* s = scores + i * kChunk;
                 uint16_t* p = probabilities + i * kChunk;

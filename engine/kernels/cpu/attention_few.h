@@ -174,7 +174,7 @@ static void attend_rows(const AttentionArgs& a, const Tile& t, const Chunk<T>& c
     alignas(64) float scores[R * kChunk];
     score_rows<T, D, R>(c, query + row * (D / kLanes), scores, asker);
     for (int r = 0; r < R; r++) {
-        const Visible v = visible(a, t.sequence, t.row + row + r);
+        const Visible v = visible(a, t, t.row + row + r);
         const int first = v.first - begin, last = std::min(v.last - begin, keys - 1);
         float* s = scores + r * kChunk;
         float* to = acc + (row + r) * D;

@@ -165,12 +165,12 @@ struct Edges {
     bool any, none;
 
     Edges(const AttentionArgs& a, const Tile& t, int row, int rows, int begin, int keys) {
-        const Visible nearest = visible(a, t.sequence, row), furthest = visible(a, t.sequence, row + rows - 1);
+        const Visible nearest = visible(a, t, row), furthest = visible(a, t, row + rows - 1);
         none = furthest.last < begin || nearest.first >= begin + keys;
         any = nearest.last < begin + keys - 1 || furthest.first > begin;
         if (none || !any) return;
         for (int r = 0; r < kSubRows; r++) {
-            const Visible v = visible(a, t.sequence, row + std::min(r, rows - 1));
+            const Visible v = visible(a, t, row + std::min(r, rows - 1));
             first[r] = int16_t(std::clamp(v.first - begin, 0, keys));
             last[r] = int16_t(std::clamp(v.last - begin, -1, keys - 1));
         }
@@ -440,7 +440,7 @@ static void tile_many_rows(const AttentionArgs& a, const Tile& t, Rows& state) {
     for (int r = 0; r < t.rows; r++) {
         const int s = r / kSubRows, i = r % kSubRows;
         float shift = 0;
-        if (kHalf && t.parts > 1)  // parts have means of their own
+        if (kHalf && t.partial)  // parts have means of their own
             for (int d = 0; d < D; d++) shift += w.query[s][d][i] * w.mean[d];
         state.sum[r] = w.sum[s][i];
         state.maximum[r] = (w.maximum[s][i] + shift) * kLn2;
