@@ -25,7 +25,7 @@ _FOREIGN = 0.15
 
 
 @click.command("engine")
-@click.argument("directories", metavar="[DIR]...", nargs=-1, type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("directories", metavar="[DIR]...", nargs=-1, type=click.Path(exists=True, path_type=Path))
 @click.option("--vs", multiple=True, type=click.Choice(PEERS), help="Another engine to take turns with; repeatable.")
 @click.option(
     "--peer-python", multiple=True, metavar="PEER=PATH", help="The Python of the environment that a peer is in. [this one]"
@@ -52,8 +52,9 @@ _FOREIGN = 0.15
 def engine_command(**options: Any) -> None:
     """Print what the engine reaches here, its share of the roofline, and its ratio to other engines.
 
-    --vs transformers, --vs openvino DIR (a directory that optimum-cli exported) and --vs vllm take turns with it in this run,
-    with the same threads, prompts and lengths, each in a process of its own. docs/benchmarks.md says what each row means.
+    --vs transformers, --vs openvino DIR (what optimum-cli exported, or a GGUF file) and --vs vllm take turns with it
+    in this run, with the same threads, prompts and lengths, each in a process of its own. docs/benchmarks.md says what each row
+    means.
     """
     from rich.console import Console
 
@@ -89,7 +90,12 @@ def _peers(options: dict[str, Any]) -> list[Peer]:
     """Raises UsageError."""
     directories = list(options["directories"])
     if len(directories) != options["vs"].count("openvino"):
-        raise click.UsageError("Each --vs openvino takes one directory that optimum-cli exported: --vs openvino DIR.")
+        raise click.UsageError(
+            "Each --vs openvino takes one directory that optimum-cli exported, or one GGUF file: --vs openvino DIR."
+        )
+    for path in directories:
+        if not path.is_dir() and path.suffix != ".gguf":
+            raise click.UsageError(f"--vs openvino {path}: neither a directory that optimum-cli exported nor a .gguf file.")
     pythons = dict(_pair(text, "--peer-python", "PEER=PATH") for text in options["peer_python"])
     settings: dict[str, dict[str, str]] = {}
     for text in options["peer_option"]:

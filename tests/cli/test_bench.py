@@ -1,7 +1,7 @@
 """`turnkeep bench engine` from end to end on a tiny checkpoint."""
 
-import importlib.util
 import json
+import sys
 
 import pytest
 from click.testing import CliRunner
@@ -67,10 +67,11 @@ def test_a_run_against_transformers(bench, tiny_checkpoint, tmp_path):
 
 @pytest.mark.parametrize("name", ["openvino", "vllm"])
 def test_a_peer_that_is_not_installed_is_refused_with_the_remedy(bench, tiny_checkpoint, name, tmp_path):
-    if importlib.util.find_spec({"openvino": "openvino_genai"}.get(name, name)) is not None:
-        pytest.skip(f"{name} is installed here")
+    bare = tmp_path / "python"  # sees no site-packages
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
     directory = (tmp_path,) if name == "openvino" else ()
-    message = said(bench("--model", tiny_checkpoint("llama"), "--vs", name, *directory))
+    message = said(bench("--model", tiny_checkpoint("llama"), "--vs", name, *directory, "--peer-python", f"{name}={bare}"))
     assert f"{name} cannot be imported by" in message
     assert f"--peer-python {name}=PATH" in message
     assert f"leave out --vs {name}." in message
@@ -80,6 +81,10 @@ def test_what_does_not_fit_together_is_refused(bench, tmp_path, tiny_checkpoint)
     model = ("--model", tiny_checkpoint("llama"))
     assert "Each --vs openvino takes one directory" in said(bench("--vs", "openvino"))
     assert "Each --vs openvino takes one directory" in said(bench("--vs", "transformers", tmp_path))
+    (tmp_path / "notes.txt").touch()
+    assert "neither a directory that optimum-cli exported nor a .gguf file" in said(
+        bench("--vs", "openvino", tmp_path / "notes.txt")
+    )
     assert "There are settings for vllm, but no --vs vllm." in said(bench("--peer-python", "vllm=/usr/bin/python3"))
     assert "--peer-option 'vllm=x' must be PEER:KEY=VALUE." in said(bench("--vs", "vllm", "--peer-option", "vllm=x"))
     assert "--peer-python 'vllm' must be PEER=PATH." in said(bench("--vs", "vllm", "--peer-python", "vllm"))

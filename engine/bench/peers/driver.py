@@ -79,7 +79,7 @@ class Transformers:
 
 
 class OpenVINO:
-    """openvino.genai's ContinuousBatchingPipeline, stepped by hand, without prefix caching.
+    """openvino.genai's ContinuousBatchingPipeline, stepped by hand, without prefix caching. The model is an export or GGUF.
 
     Options: max_num_batched_tokens, cache_size (GB), and any property of the CPU plugin. Without INFERENCE_PRECISION_HINT, the
     fastest of TRIED_PRECISIONS on a prefill of 512 tokens and 16 tokens of decode is taken: the plugin's own choice is not
@@ -106,9 +106,10 @@ class OpenVINO:
                 TRIED_PRECISIONS, key=lambda hint: self._try(model, scheduler, {**properties, name: hint}, vocab)
             )
         self.pipeline = openvino_genai.ContinuousBatchingPipeline(model, scheduler, "CPU", properties)
-        compiled = openvino.Core().compile_model(str(Path(model) / "openvino_model.xml"), "CPU", properties)
         settings = {**properties, "max_num_batched_tokens": scheduler.max_num_batched_tokens}
-        settings["compiled for"] = str(compiled.get_property(name))
+        exported = Path(model) / "openvino_model.xml"  # a GGUF file has none
+        if exported.exists():
+            settings["compiled for"] = str(openvino.Core().compile_model(str(exported), "CPU", properties).get_property(name))
         return {"version": openvino_genai.__version__, "settings": {key: str(value) for key, value in settings.items()}}
 
     def _try(self, model: str, scheduler: Any, properties: dict[str, Any], vocab: int) -> float:

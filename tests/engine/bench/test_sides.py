@@ -3,12 +3,14 @@
 import importlib.util
 import sys
 
+import gguf
 import pytest
 
 from engine.bench.roofline import steps_of
 from engine.bench.sides import OwnSide, PeerConfig, PeerError, PeerSide
 from engine.config import EngineConfig
 from engine.loading import load_engine
+from tests.engine.checkpoints.wheels import write_gguf
 
 
 @pytest.fixture(scope="module")
@@ -127,11 +129,9 @@ def test_a_peer_that_is_not_installed(model):
 
 @pytest.mark.skipif(importlib.util.find_spec("openvino_genai") is None, reason="openvino-genai is not installed here")
 def test_openvino_makes_what_was_asked(model, tmp_path):
-    pytest.importorskip("optimum.intel", reason="optimum-intel, which exports the model, is not installed here")
-    from optimum.intel import OVModelForCausalLM
-
-    OVModelForCausalLM.from_pretrained(model, export=True).save_pretrained(tmp_path)
-    side = PeerSide(PeerConfig("openvino", tmp_path, 1, "float32", 320, options={"INFERENCE_PRECISION_HINT": "f32"}))
+    write_gguf(model, tmp_path / "tiny.gguf", gguf.GGMLQuantizationType.F16)
+    options = {"INFERENCE_PRECISION_HINT": "f32", "cache_size": "1"}
+    side = PeerSide(PeerConfig("openvino", tmp_path / "tiny.gguf", 1, "float32", 320, options=options))
     try:
         assert side.run(PROMPTS, [3, 5]) > 0
         assert side.begin(PROMPTS, 20) > 0

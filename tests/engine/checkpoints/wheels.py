@@ -14,6 +14,11 @@ from engine.checkpoints.embedded import EmbeddedModel
 from engine.checkpoints.gguf_llama import hf_name
 
 MEMBER = "pack/tiny.gguf"
+FILE_TYPES = {
+    gguf.GGMLQuantizationType.F32: gguf.LlamaFileType.ALL_F32,
+    gguf.GGMLQuantizationType.F16: gguf.LlamaFileType.MOSTLY_F16,
+    gguf.GGMLQuantizationType.Q8_0: gguf.LlamaFileType.MOSTLY_Q8_0,
+}
 
 
 def rows_interleaved(weight, heads):
@@ -46,6 +51,8 @@ def write_gguf(checkpoint, path, quantisation=gguf.GGMLQuantizationType.F32, kin
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    writer.add_file_type(FILE_TYPES.get(quantisation, gguf.LlamaFileType.MOSTLY_Q4_1))
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(settings["pre"])
