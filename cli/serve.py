@@ -85,7 +85,8 @@ def _read_config(ctx: click.Context, _param: click.Parameter, path: Path | None)
     "--session-source",
     multiple=True,
     metavar="SOURCE",
-    help="Where to look for a session's name, in order. [default: everywhere]",
+    help="Where to look for a session's name, in order: session-id, body.session_id, ... (docs/http-api.md). "
+    "[default: everywhere, most specific first]",
 )
 @click.option("--record", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Record turns as trajectories.")
 @click.option("--otlp", default=None, metavar="URL", help="Send spans there over OTLP/HTTP.")

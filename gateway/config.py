@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sessions.identity import DEFAULT_ORDER, SOURCES
+from sessions.identity import DEFAULT_ORDER, check_order
 
 MIB = 2**20
 
@@ -67,8 +67,6 @@ class GatewayConfig:
     session_sources: tuple[str, ...] = DEFAULT_ORDER
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.session_sources if name not in SOURCES]
-        if unknown:
-            raise ValueError(f"sessions.sources has no source named '{unknown[0]}'; known are: {', '.join(SOURCES)}")
+        check_order(self.session_sources)
         if not self.models:
             raise ValueError("at least one model must be configured")

@@ -44,7 +44,9 @@ class TurnError(Exception):
 class SessionRef:
     """Who is talking. `key` is None for a request that names no session; `source` says which header or field named it.
 
-    `tenant` is a digest of the API key ("" without one): two tenants never share a session.
+    `tenant` is a digest of the API key ("" without one): two tenants never share a session. `conflicts`: sources that name
+    another session than the one taken. `final`: the caller says this turn is the last. `ttl`: seconds for which it asks
+    its prefix to be kept.
     """
 
     tenant: str
@@ -52,6 +54,9 @@ class SessionRef:
     source: str | None = None
     parent: str | None = None
     correlation: str | None = None
+    conflicts: tuple[str, ...] = ()
+    final: bool = False
+    ttl: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

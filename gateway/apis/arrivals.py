@@ -40,6 +40,13 @@ class Arrivals:
         arrival, warnings = await self.body(request)
         found = identify(request.headers, arrival.body, tenant=self.tenant(request), order=self._sources)
         session = SessionRef(
-            tenant=found.tenant, key=found.key, source=found.source, parent=found.parent, correlation=found.correlation
+            tenant=found.tenant,
+            key=found.key,
+            source=found.source,
+            parent=found.parent,
+            correlation=found.correlation,
+            conflicts=found.conflicts,
+            final=found.final,
+            ttl=found.ttl,
         )
         return arrival, session, warnings
