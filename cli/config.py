@@ -22,6 +22,7 @@ from gateway.config import HttpConfig
 from gateway.dispatch import PoolConfig
 from gateway.router.config import RouterConfig
 from gateway.telemetry.config import TelemetryConfig
+from gateway.turns.config import TurnsConfig
 
 Kind = Literal["string", "integer", "number", "boolean", "strings"]
 Decorated = Callable[..., Any]
@@ -72,6 +73,7 @@ GENERATED: Mapping[str, tuple[type[Any], frozenset[str]]] = {
     "http": (HttpConfig, frozenset({"host", "port", "max_body_bytes"})),
     "router": (RouterConfig, frozenset({"policy"})),
     "pool": (PoolConfig, frozenset({"models", "aliases", "router"})),
+    "turns": (TurnsConfig, frozenset()),
     "telemetry": (TelemetryConfig, frozenset({"otlp_url", "otlp_headers"})),
 }
 """Tables whose remaining scalar fields become options --TABLE-FIELD. Each with its config class and what is left out."""

@@ -35,6 +35,7 @@ from gateway.server import ListenError
 from gateway.supervision.supervisor import ReplicaStartError
 from gateway.telemetry.config import TelemetryConfig
 from gateway.tokenization import ModelFilesError
+from gateway.turns.config import TurnsConfig
 from sessions.identity import DEFAULT_ORDER
 from traces.recorder import RecorderError
 
@@ -184,6 +185,7 @@ def plan_from(options: Mapping[str, Any], engine_table: Mapping[str, Any]) -> Se
             http=http,
             api_keys=keys,
             session_sources=tuple(options["session_source"]) or DEFAULT_ORDER,
+            turns=TurnsConfig(**generated_values("turns", options)),
         ),
         replicas=ReplicaPlan(
             count=replicas,

@@ -17,6 +17,7 @@ from gateway.apis.openai.routes import OpenAIRoutes
 from gateway.config import GatewayConfig
 from gateway.pipeline import Pipeline
 from gateway.turn import TurnError
+from gateway.turns.registry import TurnRegistry
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,8 @@ def make_app(config: GatewayConfig, pipeline: Pipeline, *, reasons: ReadyReasons
     # Bodies are bounded while they are read (gateway.apis.bodies), in the caller's dialect.
     app = web.Application(middlewares=[_answer_errors], client_max_size=0)
     arrivals = Arrivals(config)
-    OpenAIRoutes(pipeline, TurnEndpoint(pipeline, config.http), arrivals, config.http).add_to(app.router)
+    endpoint = TurnEndpoint(pipeline, config.http, TurnRegistry(config.turns))
+    OpenAIRoutes(pipeline, endpoint, arrivals, config.http).add_to(app.router)
     _Probes(pipeline, reasons).add_to(app.router)
     app.on_cleanup.append(_closing(pipeline))
     return app

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gateway.turns.config import TurnsConfig
 from sessions.identity import DEFAULT_ORDER, check_order
 
 MIB = 2**20
@@ -65,6 +66,7 @@ class GatewayConfig:
     http: HttpConfig = field(default_factory=HttpConfig)
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     session_sources: tuple[str, ...] = DEFAULT_ORDER
+    turns: TurnsConfig = field(default_factory=TurnsConfig)
 
     def __post_init__(self) -> None:
         check_order(self.session_sources)

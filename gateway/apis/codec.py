@@ -24,6 +24,10 @@ class Answer(Protocol):
     def operation(self) -> Operation:
         """Name of the operation for telemetry."""
 
+    def adopt(self, first: Answer) -> None:
+        """This request is another try of the one that `first` answers, in the same dialect: it gets the same answer, ids
+        included. Called before anything else."""
+
     def body(self, running: RunningTurn) -> dict[str, Any]:
         """The whole answer of a turn that has ended, as JSON values."""
 

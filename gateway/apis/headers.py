@@ -18,6 +18,7 @@ REPLICA = "X-Turnkeep-Replica"
 SESSION = "X-Turnkeep-Session"
 CACHED_TOKENS = "X-Turnkeep-Cached-Tokens"
 PROMPT_TOKENS = "X-Turnkeep-Prompt-Tokens"
+ATTACHED = "X-Turnkeep-Attached"
 WARNING = "X-Turnkeep-Warning"
 
 _MAX_REQUEST_ID = 128
@@ -38,6 +39,11 @@ def session_headers(session: SessionRef) -> dict[str, str]:
     if session.key is None:
         return {}
     return {SESSION: f"{quote(session.key, safe='/:')}; source={session.source}"}
+
+
+def attached_header(how: str | None, first: str) -> dict[str, str]:
+    """`running` or `finished`, and the id of the request that began the turn. Nothing for that one itself."""
+    return {} if how is None else {ATTACHED: f"{how}; request={first}"}
 
 
 def warning_header(warnings: Iterable[str]) -> dict[str, str]:

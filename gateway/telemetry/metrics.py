@@ -52,6 +52,11 @@ class GatewayMetrics:
         self.worker_failures = counter(
             "worker_failures", "Requests that a worker failed before its first chunk; they were tried elsewhere", "worker"
         )
+        self.attached = counter(
+            "turns_attached",
+            "Retries of a turn: attached to it while it ran, answered from what was kept, refused as too much was said",
+            "result",
+        )
         self.spans = counter("spans", "Spans handed to the OTLP exporter, by result", "result")
         self.in_flight = Gauge(prefix + "turns_in_flight", "Turns that have arrived and not ended", registry=self.registry)
         self._models: set[str] = set()

@@ -48,11 +48,12 @@ class TurnSpan:
         """W3C headers to send to the worker: this span as parent, or the caller's context when spans are off."""
         return dict(self._carrier) if self._span is None else self._span.headers()
 
-    def dispatched(self, receipt: Receipt) -> None:
-        """A prompt of the turn was accepted by a worker."""
-        self._metrics.routes.labels(receipt.reason).inc()
+    def dispatched(self, receipt: Receipt, *, counted: bool = True) -> None:
+        """A prompt of the turn was accepted by a worker. `counted` False: for another request, which this one reads along."""
+        if counted:
+            self._metrics.routes.labels(receipt.reason).inc()
         self._matched_tokens += receipt.matched_tokens
-        if self._span is not None:
+        if self._span is not None and not self._ended:
             placed: dict[str, str | int] = {
                 "turnkeep.replica": receipt.worker,
                 "turnkeep.route.reason": receipt.reason,
@@ -61,6 +62,12 @@ class TurnSpan:
             }
             self._span.set(placed)
             self._span.event("turnkeep.dispatched", placed)
+
+    def attached(self, how: str, first: str) -> None:
+        """The request reads along with a turn that request `first` began: still `running`, or `finished` and kept."""
+        self._metrics.attached.labels(how).inc()
+        if self._span is not None:
+            self._span.set({"turnkeep.turn.attached": how, "turnkeep.turn.first_request": first})
 
     def first_token(self) -> None:
         """The first token has come; later calls do nothing."""
@@ -81,15 +88,17 @@ class TurnSpan:
         prompt_tokens: int,
         cached_tokens: int,
         completion_tokens: int,
+        counted: bool = True,
     ) -> None:
-        """The turn was answered. Tokens are summed over its prompts and choices."""
+        """The turn was answered. Tokens are summed over its prompts and choices; `counted` False: for another request."""
         if self._ended:
             return
         metrics, model = self._metrics, self._model
-        metrics.prompt_tokens.labels(model).inc(prompt_tokens)
-        metrics.cached_tokens.labels(model).inc(cached_tokens)
-        metrics.promised_tokens.labels(model).inc(self._matched_tokens)
-        metrics.completion_tokens.labels(model).inc(completion_tokens)
+        if counted:
+            metrics.prompt_tokens.labels(model).inc(prompt_tokens)
+            metrics.cached_tokens.labels(model).inc(cached_tokens)
+            metrics.promised_tokens.labels(model).inc(self._matched_tokens)
+            metrics.completion_tokens.labels(model).inc(completion_tokens)
         if self._first_token is not None and completion_tokens > 1:
             seconds = (self._clock() - self._first_token) / (completion_tokens - 1)
             metrics.per_token.labels(self._operation, model).observe(seconds)
@@ -157,6 +166,10 @@ class Telemetry:
     def worker_failed(self, worker: str) -> None:
         """A worker failed a request before its first chunk."""
         self.metrics.worker_failures.labels(self.metrics.worker_label(worker)).inc()
+
+    def turn_attached(self, result: str) -> None:
+        """A retry could not attach to its turn (`refused`); `TurnSpan.attached` counts those that did."""
+        self.metrics.attached.labels(result).inc()
 
     def render_metrics(self) -> bytes:
         """What /metrics answers, as METRICS_CONTENT_TYPE."""

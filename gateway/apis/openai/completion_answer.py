@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gateway.apis.codec import Answer
 from gateway.apis.openai.completion_request import CompletionOptions
 from gateway.apis.openai.errors import error_body
 from gateway.apis.openai.logprobs import completion_logprobs
@@ -47,6 +48,12 @@ class CompletionAnswer:
             "system_fingerprint": fingerprint,
         }
         self._offsets: dict[int, int] = {}
+
+    def adopt(self, first: Answer) -> None:
+        if not isinstance(first, CompletionAnswer):
+            raise TypeError(f"an answer of {first.dialect} is none of {self.dialect}")
+        self._envelope = first._envelope
+        self._prompt_ids = first._prompt_ids
 
     def body(self, running: RunningTurn) -> dict[str, Any]:
         choices = []

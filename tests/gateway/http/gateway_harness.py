@@ -13,6 +13,7 @@ from gateway.models import ModelRegistry, ServedModel
 from gateway.pipeline import Pipeline
 from gateway.server import HttpServer
 from gateway.telemetry.telemetry import Telemetry
+from gateway.turns.config import TurnsConfig
 
 
 @dataclass
@@ -62,9 +63,12 @@ class Gateway:
 
 
 @contextlib.asynccontextmanager
-async def run_gateway(directory, *, api_keys=(), aliases=(), max_model_len=2048, reasons=tuple, **http):
+async def run_gateway(directory, *, api_keys=(), aliases=(), max_model_len=2048, reasons=tuple, turns=None, **http):
     config = GatewayConfig(
-        models=(ModelConfig("tiny", directory, aliases),), http=HttpConfig(port=0, **http), api_keys=api_keys
+        models=(ModelConfig("tiny", directory, aliases),),
+        http=HttpConfig(port=0, **http),
+        api_keys=api_keys,
+        turns=turns or TurnsConfig(),
     )
     dispatcher = FakeDispatcher(directory, max_model_len=max_model_len)
     observer = FakeObserver()
