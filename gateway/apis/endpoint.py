@@ -18,6 +18,7 @@ from gateway.apis.headers import REQUEST_ID, placement_headers, session_headers,
 from gateway.apis.sse import PING, ClientGoneError, EventStream
 from gateway.choices import ChoiceDelta, TurnEvent
 from gateway.config import HttpConfig
+from gateway.histories.keeper import TurnHistory
 from gateway.models import ServedModel
 from gateway.pipeline import Pipeline
 from gateway.running import RunningTurn
@@ -28,7 +29,12 @@ log = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
 
-MakePrompts = Callable[[WorkerInfo], Awaitable[Sequence[Prompt]]]
+MakePrompts = Callable[[WorkerInfo], Awaitable[tuple[Sequence[Prompt], TurnHistory | None]]]
+"""The prompts of a turn, and its part in its session where it has one."""
+
+
+Settle = Callable[[], Awaitable[None]]
+"""Writes the turn into its session. Before its client has the last byte: the next turn may follow at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,7 @@ class _Outcome:
     error: str | None = None
     first_token: float | None = None
     response: Mapping[str, Any] | None = None
+    history: TurnHistory | None = None
 
 
 class TurnEndpoint:
@@ -82,7 +89,7 @@ class TurnEndpoint:
         stream: EventStream | None = None
         try:
             info = self._pipeline.pool_info(model)
-            prompts = await make_prompts(info)
+            prompts, outcome.history = await make_prompts(info)
             running = await self._pipeline.run(model, turn, prompts, info, span.trace_headers(), plain=plain)
             outcome.running = running
             try:
@@ -93,12 +100,15 @@ class TurnEndpoint:
                     outcome.first_token = time.monotonic() - arrival.monotonic
                     span.first_token()
 
+                async def settle() -> None:
+                    await self._pipeline.settle(outcome.history, running)
+
                 if turn.stream:
                     stream = EventStream(arrival.request, write_timeout=self._http.write_timeout)
                     response = stream.response
-                    failure = await self._stream(stream, arrival, turn, running, answer, first_token)
+                    failure = await self._stream(stream, arrival, turn, running, answer, first_token, settle)
                 else:
-                    response = await self._whole(arrival, turn, running, answer, first_token)
+                    response = await self._whole(arrival, turn, running, answer, first_token, settle)
             finally:
                 await running.aclose()
         except BaseException as error:
@@ -108,6 +118,8 @@ class TurnEndpoint:
             if not isinstance(error, ClientGoneError) or response is None:
                 raise
         finally:
+            if outcome.history is not None and not outcome.history.closed:
+                await asyncio.shield(self._pipeline.settle(outcome.history, None))
             if failure is None and outcome.running is not None:
                 outcome.status = 200
                 outcome.response = answer.body(outcome.running)
@@ -129,7 +141,13 @@ class TurnEndpoint:
         return response
 
     async def _whole(
-        self, arrival: Arrival, turn: Turn, running: RunningTurn, answer: Answer, first_token: Callable[[], None]
+        self,
+        arrival: Arrival,
+        turn: Turn,
+        running: RunningTurn,
+        answer: Answer,
+        first_token: Callable[[], None],
+        settle: Settle,
     ) -> web.Response:
         async with aclosing(running.events()) as events:
             seen = False
@@ -137,6 +155,7 @@ class TurnEndpoint:
                 if not seen and _has_tokens(event):
                     seen = True
                     first_token()
+        await settle()
         headers = {
             REQUEST_ID: arrival.request_id,
             **session_headers(turn.session),
@@ -153,11 +172,12 @@ class TurnEndpoint:
         running: RunningTurn,
         answer: Answer,
         first_token: Callable[[], None],
+        settle: Settle,
     ) -> TurnError | None:
         """Returns the error that the stream ended with. Raises TurnError while nothing was sent, ClientGoneError."""
         starting = asyncio.ensure_future(running.started())
         try:
-            return await self._stream_from(starting, stream, arrival, turn, running, answer, first_token)
+            return await self._stream_from(starting, stream, arrival, turn, running, answer, first_token, settle)
         finally:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
@@ -171,6 +191,7 @@ class TurnEndpoint:
         running: RunningTurn,
         answer: Answer,
         first_token: Callable[[], None],
+        settle: Settle,
     ) -> TurnError | None:
         # The headers can say what was cached once the prompts have left their queues; but they do not wait for ever.
         await asyncio.wait({starting}, timeout=self._http.headers_within)
@@ -189,6 +210,7 @@ class TurnEndpoint:
         try:
             async with aclosing(_after(starting, running)) as events:
                 await self._pump(stream, events, answer, first_token)
+            await settle()
             await stream.send(answer.closing(running), last=True)
         except TurnError as error:
             failure = error
