@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from gateway.router.config import RouterConfig
 from gateway.router.router import Router
@@ -22,11 +23,12 @@ from gateway.workers.pool import MakeClient, WorkerPool
 from gateway.workers.protocol import GenerateRequest, SamplingParams, WorkerInfo
 from gateway.workers.replica import ReplicaClient
 from gateway.workers.views import WorkerView
+from prefix_cache.hashing import JoinedDigests
 from prefix_cache.index import ResidencyIndex
 
 log = logging.getLogger(__name__)
 
-_MAX_LATE_ABORTS = 1000
+_MAX_BACKGROUND = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ class PoolDispatcher:
             aliases=config.aliases,
             retry_after=config.retry_after,
         )
-        self._aborts: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
         if telemetry is not None:
             telemetry.watch_pool(self.workers)
 
@@ -90,8 +92,8 @@ class PoolDispatcher:
 
     async def __aexit__(self, *exc: object) -> None:
         await self.pool.close()
-        if self._aborts:
-            await asyncio.gather(*self._aborts, return_exceptions=True)
+        if self._background:
+            await asyncio.gather(*self._background, return_exceptions=True)
 
     def add_worker(self, name: str, url: str) -> None:
         """Starts looking after a worker at `http://host:port` or `unix:PATH`. An earlier one of that name is replaced."""
@@ -148,6 +150,15 @@ class PoolDispatcher:
     def models(self) -> tuple[str, ...]:
         return self.pool.models()
 
+    def supersede(self, model: str, digests: bytes) -> None:
+        for member in self.pool.candidates(model, frozenset()):
+            info = member.info
+            if info is None or not info.capabilities.supersede:
+                continue
+            held = b"".join(digest for digest in JoinedDigests(digests) if self.index.tiers(member.name, digest))
+            if held and len(self._background) < _MAX_BACKGROUND:
+                self._in_background(_supersede(member, held))
+
     def _place(self, model: str, session: SessionRef, prompt: Prompt, excluded: set[str]) -> Placement:
         members = {member.name: member for member in self.pool.candidates(model, excluded)}
         if not members:
@@ -168,10 +179,13 @@ class PoolDispatcher:
             self._telemetry.worker_failed(worker)
 
     def _abort_later(self, member: Member, request_id: str) -> None:
-        if len(self._aborts) < _MAX_LATE_ABORTS:
-            task = asyncio.create_task(_abort(member, request_id))
-            self._aborts.add(task)
-            task.add_done_callback(self._aborts.discard)
+        if len(self._background) < _MAX_BACKGROUND:
+            self._in_background(_abort(member, request_id))
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     def _replica_client(self, url: str) -> ReplicaClient:
         return ReplicaClient(
@@ -180,6 +194,13 @@ class PoolDispatcher:
             reply_timeout=self._config.probe_timeout,
             accept_timeout=self._config.accept_timeout,
         )
+
+
+async def _supersede(member: Member, digests: bytes) -> None:
+    try:
+        await member.client.supersede(digests)
+    except WorkerError as error:
+        log.debug("telling %s of superseded blocks: %s", member.name, error)
 
 
 async def _abort(member: Member, request_id: str) -> None:

@@ -46,6 +46,7 @@ class RunningTurn:
         self._cached = [0] * len(generations)
         self._completion = [0] * len(generations)
         self._prompt_tokens = usage.prompt_tokens
+        self._seconds = [(0.0, 0.0)] * len(generations)
         self._closing: asyncio.Future[None] | None = None
 
     @property
@@ -62,6 +63,11 @@ class RunningTurn:
     def usage(self) -> Usage:
         """As known now; exact once `events` has ended."""
         return Usage(self._prompt_tokens, sum(self._cached), sum(self._completion))
+
+    @property
+    def worker_seconds(self) -> tuple[float, float]:
+        """What workers spent on prefill and on decoding; known once `events` has ended."""
+        return sum(prefill for prefill, _ in self._seconds), sum(decode for _, decode in self._seconds)
 
     @property
     def choices(self) -> tuple[ChoiceState, ...]:
@@ -103,6 +109,7 @@ class RunningTurn:
                     case Done():
                         self._cached[position] = chunk.cached_tokens
                         self._completion[position] = chunk.completion_tokens
+                        self._seconds[position] = (chunk.prefill_seconds, chunk.decode_seconds)
         unfinished = [choice.index for choice in self.choices if choice.finish_reason is None]
         if unfinished:
             raise TurnError(502, "worker_error", "The worker's answer ended before the generation did. Try again.")

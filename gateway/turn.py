@@ -8,7 +8,7 @@ They are plain frozen values: a codec knows nothing of workers, a dispatcher not
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -87,7 +87,7 @@ class Prompt:
     """
 
     packed_token_ids: bytes
-    digests: tuple[bytes, ...]
+    digests: Sequence[bytes]
     grammar: str | None = None
     cache_salt: str | None = None
 
@@ -145,6 +145,10 @@ class Dispatcher(Protocol):
     def pool_info(self, model: str) -> WorkerInfo:
         """What the workers of a model have in common (namespace, block size, context length). Raises TurnError 404 for an
         unknown model, 503 while none of its workers is up."""
+
+    def supersede(self, model: str, digests: bytes) -> None:
+        """Blocks (joined digests) that no session will come back to: the workers that hold them may give them up first. Returns
+        at once."""
 
     def models(self) -> tuple[str, ...]:
         """Names that `model` may have, the default first."""

@@ -7,6 +7,7 @@ and drop reasoning, and the message still means what the model generated.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -53,7 +54,8 @@ def meaning_digest(message: Mapping[str, Any]) -> bytes:
 
 
 def context_digest(*parts: Any) -> bytes:
-    """One digest of all that shapes a prompt beside its messages: model, tools, template variables."""
+    """One digest of all that shapes a prompt beside its messages: model, tools, template variables. `parts`: JSON values and
+    dataclasses."""
     return xxhash.xxh3_128_digest(_json(parts))
 
 
@@ -88,12 +90,18 @@ def _value(value: Any) -> Any:
     return value
 
 
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    raise TypeError(f"{type(value).__name__} is no JSON value")
+
+
 def _json(value: Any, option: int | None = None) -> bytes:
     try:
         return orjson.dumps(value, option=option)
     except orjson.JSONEncodeError:
         # Integers beyond 64 bits, half surrogate pairs, deep nesting.
         try:
-            return json.dumps(value, sort_keys=option == orjson.OPT_SORT_KEYS).encode()
+            return json.dumps(value, sort_keys=option == orjson.OPT_SORT_KEYS, default=_plain).encode()
         except (TypeError, ValueError, RecursionError):
             return os.urandom(DIGEST_BYTES)

@@ -17,9 +17,10 @@ from engine.server.config import ServerConfig
 from engine.server.metrics import CONTENT_TYPE, EngineMetrics
 from engine.server.replies import errors_as_replies, json_reply, refusal
 from engine.thread import EngineThread, Unavailable
-from gateway.workers.protocol import AbortReply, AbortRequest, Chunk, GenerateRequest
+from gateway.workers.protocol import AbortReply, AbortRequest, Chunk, GenerateRequest, SupersedeReply, SupersedeRequest
 from prefix_cache.event_log import Subscription
 from prefix_cache.events import KVMessage
+from prefix_cache.hashing import DIGEST_BYTES, split_digests
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class ReplicaApp:
                 web.get("/v1/stats", self._stats),
                 web.post("/v1/generate", self._generate),
                 web.post("/v1/abort", self._abort),
+                web.post("/v1/supersede", self._supersede),
                 web.get("/v1/kv_events", self._kv_events),
                 web.get("/metrics", self._render_metrics),
             ]
@@ -94,6 +96,16 @@ class ReplicaApp:
         engine = self._ready_engine()
         body = await read_body(request, _ABORT_BODY, self._config.body_timeout)
         return json_reply(AbortReply(await engine.abort(decode(request, body, AbortRequest).request_id)))
+
+    async def _supersede(self, request: web.Request) -> web.StreamResponse:
+        engine = self._ready_engine()
+        limit = 2 * DIGEST_BYTES * engine.info.num_blocks + _ABORT_BODY
+        body = await read_body(request, limit, self._config.body_timeout)
+        joined = decode(request, body, SupersedeRequest).digests
+        if len(joined) % DIGEST_BYTES:
+            message = f"digests take {DIGEST_BYTES} bytes each; {len(joined)} bytes are no whole number of them."
+            raise RequestRefused("invalid_request", message, "digests")
+        return json_reply(SupersedeReply(await engine.supersede(split_digests(joined))))
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         arrived = time.monotonic()

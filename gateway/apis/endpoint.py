@@ -17,19 +17,21 @@ from gateway.apis.headers import REQUEST_ID, attached_header, placement_headers,
 from gateway.apis.sse import PING, ClientGoneError, EventStream
 from gateway.choices import ChoiceDelta, TurnEvent
 from gateway.config import HttpConfig
+from gateway.histories.keeper import TurnHistory
 from gateway.models import ServedModel
 from gateway.pipeline import Pipeline
 from gateway.running import RunningTurn
 from gateway.turn import Prompt, Turn, TurnError, TurnRecord
 from gateway.turns.registry import Joined, TurnRegistry, idempotency_key
-from gateway.turns.shared import Reader
+from gateway.turns.shared import Begun, Reader
 from gateway.workers.protocol import WorkerInfo
 
 log = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
 
-MakePrompts = Callable[[WorkerInfo], Awaitable[Sequence[Prompt]]]
+MakePrompts = Callable[[WorkerInfo], Awaitable[tuple[Sequence[Prompt], TurnHistory | None]]]
+"""The prompts of a turn, and its part in its session where it has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +87,20 @@ class TurnEndpoint:
         stream: EventStream | None = None
         joined: Joined | None = None
 
-        async def start() -> RunningTurn:
+        async def start() -> Begun:
             info = self._pipeline.pool_info(model)
-            prompts = await make_prompts(info)
-            running = await self._pipeline.run(model, turn, prompts, info, span.trace_headers(), plain=plain)
+            prompts, history = await make_prompts(info)
+            try:
+                running = await self._pipeline.run(model, turn, prompts, info, span.trace_headers(), plain=plain)
+            except BaseException:
+                await asyncio.shield(self._pipeline.settle(history, None))
+                raise
             for receipt in running.receipts:
                 span.dispatched(receipt)
-            return running
+            return Begun(running, history)
+
+        async def settle(begun: Begun, complete: bool) -> None:
+            await self._pipeline.settle(begun.history, begun.running if complete else None)
 
         def first_token() -> None:
             outcome.first_token = time.monotonic() - arrival.monotonic
@@ -106,6 +115,7 @@ class TurnEndpoint:
                 answer=answer,
                 stream=turn.stream,
                 start=start,
+                settle=settle,
             )
             if joined.refused:
                 self._pipeline.telemetry.turn_attached("refused")
@@ -113,7 +123,7 @@ class TurnEndpoint:
                 answer.adopt(joined.answer)
                 span.attached(joined.how, joined.first)
             try:
-                outcome.running = await joined.reader.shared.running()
+                outcome.running = (await joined.reader.shared.begun()).running
                 if joined.how is not None:
                     for receipt in outcome.running.receipts:
                         span.dispatched(receipt, counted=False)

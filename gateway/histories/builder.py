@@ -87,6 +87,7 @@ class HistoryBuilder:
         self._tail_turns = itertools.count(1)
         self.cutter = Cutter(model.tokenizer)
         self.stability = Stability(model.renderer)
+        self._stability_wanted = self.cutter.refusal is None
 
     def describe(self, turn: Turn) -> TurnText:
         """What `turn` is compared by."""
@@ -116,6 +117,17 @@ class HistoryBuilder:
             content = message.get("content")
             total += (len(content) if isinstance(content, str) else 0) + 1024 * len(message.get("tool_calls") or ()) + 16
         return total + (0 if start else 256 * len(turn.tools)) <= inline_characters
+
+    def is_quick(self, turn: Turn, text: TurnText) -> bool:
+        """Whether the templates have been tried for turns like this one, or need not be."""
+        return not self._stability_wanted or self.stability.is_known(bool(turn.tools), text.kwargs_name)
+
+    def warm_up(self) -> None:
+        """Tries the templates with their default variables."""
+        if self._stability_wanted and self._model.renderer.has_template:
+            for tools in (False, True):
+                for reasoning in (False, True):
+                    self.stability.answers(tools=tools, reasoning=reasoning, kwargs={}, kwargs_name=context_digest({}))
 
     def build(
         self, turn: Turn, text: TurnText, match: Match | None, *, root: bytes, block_size: int, max_tokens: int
@@ -300,8 +312,10 @@ class _Work:
             raise PromptTooLongError(base.num_tokens + len(text) // self._builder.model.tokenizer.longest_token)
         grown = _Growth(base, self._cutter)
         position = self._splice(grown, text, old)
-        position = self._close(grown, text, position, old) if path == "tail" else self._cut(grown, text, position)
-        rest = text[position:]
+        closed = self._close(grown, text, position, old.tail) if path == "tail" and old is not None else None
+        if closed is None:
+            closed = self._cut(grown, text, position)
+        rest = text[closed:]
         tail_ids = self._cutter.encode(rest)
         self._tokenised = grown.tokenised + len(tail_ids) // TOKEN_BYTES
         tokens = base.tokens + b"".join(grown.ids) + tail_ids
@@ -358,16 +372,15 @@ class _Work:
         self._spliced = len(generated.token_ids) // TOKEN_BYTES
         return frame.end
 
-    def _close(self, grown: _Growth, text: str, position: int, old: Ledger | None) -> int:
-        """The rest of the messages as one span, where the generation prompt is what it was; else cut it properly."""
-        opening = old.tail if old is not None else ""
+    def _close(self, grown: _Growth, text: str, position: int, opening: str) -> int | None:
+        """The rest of the messages as one span, up to the generation prompt `opening`. None where that is not to be seen."""
         end = len(text) - len(opening)
-        if opening and end > position and text.endswith(opening) and self._cutter.starts(opening):
-            body = text[position:end]
-            grown.add_text(body)
-            grown.end_span(len(self._messages), body)
-            return end
-        return self._cut(grown, text, position)
+        if not (opening and end > position and text.endswith(opening) and self._cutter.starts(opening)):
+            return None
+        body = text[position:end]
+        grown.add_text(body)
+        grown.end_span(len(self._messages), body)
+        return end
 
     def _cut(self, grown: _Growth, text: str, position: int) -> int:
         """Cuts `text` into spans for as long as the template lets. Returns where that ends."""
@@ -379,8 +392,10 @@ class _Work:
                 if piece and text.startswith(piece, position) and self._cutter.may_cut(text, position + len(piece)):
                     break
             else:
-                self._fallbacks.append("template_uncut")
-                return position
+                closed = self._close(grown, text, position, self._pieces.opening(self._messages))
+                if closed is None:
+                    self._fallbacks.append("template_uncut")
+                return position if closed is None else closed
             grown.add_text(piece)
             grown.end_span(end, piece)
             position += len(piece)

@@ -41,5 +41,14 @@ class PieceRenderer:
             return None
         return after[len(before) :]
 
+    def opening(self, messages: Messages) -> str:
+        """The generation prompt after `messages`; "" where there is none or it cannot be said."""
+        try:
+            head = skeleton(messages, len(messages))
+            before, after = self._render(head, prompt=False), self._render(head, prompt=True)
+        except TurnError:
+            return ""
+        return after[len(before) :] if after.startswith(before) else ""
+
     def _render(self, messages: Messages, *, prompt: bool) -> str:
         return self._renderer.render(messages, self._stand_ins, template_kwargs=self._kwargs, add_generation_prompt=prompt)

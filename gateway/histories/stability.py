@@ -60,18 +60,30 @@ class Stability:
 
     def holds(self, kind: TurnKind, *, tools: bool, reasoning: bool, kwargs: Mapping[str, Any], kwargs_name: bytes) -> bool:
         """Whether a turn of this kind may be rendered without its history. `reasoning`: some message has some. `kwargs_name`
-        stands for `kwargs`. May take some 50 ms when a template is first asked about."""
+        stands for `kwargs`."""
         if self._distrusted:
             return False
+        answers = self.answers(tools=tools, reasoning=reasoning, kwargs=kwargs, kwargs_name=kwargs_name)
+        return answers.get(kind, False)
+
+    def is_known(self, tools: bool, kwargs_name: bytes) -> bool:
+        """Whether `holds` answers at once."""
+        known = len(self._answers) >= _MAX_VARIANTS or self._distrusted
+        return known or all((tools, reasoning, kwargs_name) in self._answers for reasoning in (False, True))
+
+    def answers(
+        self, *, tools: bool, reasoning: bool, kwargs: Mapping[str, Any], kwargs_name: bytes
+    ) -> Mapping[TurnKind, bool]:
+        """What is known of all kinds. Takes some 100 ms the first time."""
         key = (tools, reasoning, kwargs_name)
         with self._lock:
             answers = self._answers.get(key)
             if answers is None:
                 if len(self._answers) >= _MAX_VARIANTS:
-                    return False  # clients choose template variables: trying must not be had for the asking
+                    return {}  # clients choose template variables: trying must not be had for the asking
                 answers = _try(PieceRenderer(self._renderer, (_TOOL,) if tools else (), kwargs), tools, reasoning)
                 self._answers[key] = answers
-        return answers.get(kind, False)
+            return answers
 
 
 def _try(pieces: PieceRenderer, tools: bool, reasoning: bool) -> Mapping[TurnKind, bool]:

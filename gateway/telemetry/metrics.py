@@ -6,10 +6,11 @@ from collections import Counter as Count
 from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gateway.workers.views import WorkerView
+from sessions.store import StoreStats
 
 # Buckets of gen_ai.server.request.duration, .time_to_first_token and .time_per_output_token, in seconds.
 DURATION_BUCKETS = tuple(0.01 * 2**power for power in range(14))
@@ -57,6 +58,16 @@ class GatewayMetrics:
             "Retries of a turn: attached to it while it ran, answered from what was kept, refused as too much was said",
             "result",
         )
+        self.histories = counter(
+            "histories", "Prompts by how they were made of their session's ledger: new, tail, whole, text", "path"
+        )
+        self.history_fallbacks = counter(
+            "history_fallbacks", "What kept a prompt from being spliced or cut, by reason (docs/sessions.md)", "reason"
+        )
+        self.history_tokens = counter(
+            "history_tokens", "Prompt tokens by where they come from: reused or spliced from a ledger, or tokenised", "source"
+        )
+        self.superseded_blocks = counter("superseded_blocks", "Blocks that a session's rewritten history left behind")
         self.spans = counter("spans", "Spans handed to the OTLP exporter, by result", "result")
         self.in_flight = Gauge(prefix + "turns_in_flight", "Turns that have arrived and not ended", registry=self.registry)
         self._models: set[str] = set()
@@ -74,6 +85,10 @@ class GatewayMetrics:
     def watch_pool(self, workers: Callable[[], Sequence[WorkerView]]) -> None:
         """Where to find the workers when somebody scrapes. Call once."""
         self.registry.register(_PoolCollector(workers))
+
+    def watch_sessions(self, stats: Callable[[], StoreStats]) -> None:
+        """Where to find the sessions when somebody scrapes. Call once."""
+        self.registry.register(_SessionsCollector(stats))
 
     def render(self) -> bytes:
         """The text exposition."""
@@ -110,6 +125,22 @@ class _PoolCollector(Collector):
                 if value is not None:
                     family.add_metric((view.name,), value)
             yield family
+
+
+class _SessionsCollector(Collector):
+    def __init__(self, stats: Callable[[], StoreStats]) -> None:
+        self._stats = stats
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        stats, prefix = self._stats(), "turnkeep_gateway_"
+        yield GaugeMetricFamily(prefix + "sessions", "Sessions whose ledgers this process holds", value=stats.sessions)
+        yield GaugeMetricFamily(prefix + "sessions_bytes", "What those ledgers take in memory", value=stats.bytes)
+        yield CounterMetricFamily(
+            prefix + "sessions_evicted", "Sessions dropped to stay within sessions.max_bytes", value=stats.evicted
+        )
 
 
 def _bounded(known: set[str], name: str, limit: int) -> str:

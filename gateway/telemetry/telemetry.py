@@ -13,6 +13,9 @@ from gateway.telemetry.metrics import GatewayMetrics
 from gateway.telemetry.names import turn_attributes
 from gateway.turn import Receipt, Turn
 from gateway.workers.views import WorkerView
+from prefix_cache.hashing import DIGEST_BYTES
+from sessions.continuation import Continuation
+from sessions.store import StoreStats
 
 if TYPE_CHECKING:
     from gateway.telemetry.spans import OpenSpan, Tracing
@@ -162,6 +165,26 @@ class Telemetry:
     def watch_pool(self, workers: Callable[[], Sequence[WorkerView]]) -> None:
         """Where the metrics find the workers. Call once."""
         self.metrics.watch_pool(workers)
+
+    def watch_sessions(self, stats: Callable[[], StoreStats]) -> None:
+        """Where the metrics find the sessions' store. Call once."""
+        self.metrics.watch_sessions(stats)
+
+    def continued(self, made: Continuation) -> None:
+        """A prompt was made from a session's ledger."""
+        metrics = self.metrics
+        metrics.histories.labels(made.path).inc()
+        for reason in made.fallbacks:
+            metrics.history_fallbacks.labels(reason).inc()
+        spliced = made.spliced_tokens
+        for source, count in (
+            ("reused", made.reused_tokens - spliced),
+            ("spliced", spliced),
+            ("tokenised", made.tokenised_tokens),
+        ):
+            metrics.history_tokens.labels(source).inc(count)
+        if made.orphaned:
+            metrics.superseded_blocks.inc(len(made.orphaned) // DIGEST_BYTES)
 
     def worker_failed(self, worker: str) -> None:
         """A worker failed a request before its first chunk."""

@@ -25,7 +25,7 @@ import xxhash
 from gateway.apis.codec import Answer
 from gateway.turn import SessionRef, TurnError
 from gateway.turns.config import TurnsConfig
-from gateway.turns.shared import EventBudget, Reader, SharedTurn, Start
+from gateway.turns.shared import EventBudget, Reader, Settle, SharedTurn, Start
 from sessions.identity import GROUPING_SOURCES, SOURCES, bounded_key
 
 IDEMPOTENCY_KEY = "Idempotency-Key"
@@ -93,8 +93,9 @@ class TurnRegistry:
         answer: Answer,
         stream: bool,
         start: Start,
+        settle: Settle,
     ) -> Joined:
-        """The turn that the request is part of; `start` is called when it is a new one.
+        """The turn that the request is part of; `start`, and `settle` in the end, are called when it is a new one.
 
         Raises TurnError 422 for an Idempotency-Key that came with another body before.
         """
@@ -107,7 +108,7 @@ class TurnRegistry:
                 refused = stream and not entry.shared.whole
                 if not refused:
                     return Joined(entry.shared.read(), entry.answer, entry.request_id, how, _entry=entry)
-        shared = SharedTurn(start, budget=self._budget, max_bytes=self._config.max_turn_bytes, keep=key is not None)
+        shared = SharedTurn(start, settle, budget=self._budget, max_bytes=self._config.max_turn_bytes, keep=key is not None)
         joined = Joined(shared.read(), answer, request_id, refused=refused)
         if key is not None:
             entry = _Entry(key, idempotency_key is not None, shared, answer, request_id, body)

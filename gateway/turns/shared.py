@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from gateway.choices import ChoiceDelta, TurnEvent
+from gateway.histories.keeper import TurnHistory
 from gateway.running import RunningTurn
 from gateway.turn import TurnError
 from grammar.deltas import ReasoningDelta, TextDelta, ToolCallArguments
@@ -22,7 +24,18 @@ _DELTA_BYTES = 100
 _TOKEN_BYTES = 40
 _LOGPROB_BYTES = 160
 
-Start = Callable[[], Awaitable[RunningTurn]]
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A turn whose prompts are on their workers, and its part in its session where it has one."""
+
+    running: RunningTurn
+    history: TurnHistory | None = None
+
+
+Start = Callable[[], Awaitable[Begun]]
+Settle = Callable[[Begun, bool], Awaitable[None]]
+"""Writes a turn into its session, complete or not: once, and before any reader hears of the end. The next may follow at once."""
 
 
 class EventBudget:
@@ -35,7 +48,7 @@ class EventBudget:
 class SharedTurn:
     """A generation with at least one reader. Make it with a running event loop; it starts at once."""
 
-    def __init__(self, start: Start, *, budget: EventBudget, max_bytes: int, keep: bool) -> None:
+    def __init__(self, start: Start, settle: Settle, *, budget: EventBudget, max_bytes: int, keep: bool) -> None:
         """`keep`: retries may attach, so its events are kept from the first one on, up to `max_bytes`."""
         self._budget = budget
         self._max_bytes = max_bytes
@@ -47,7 +60,8 @@ class SharedTurn:
         self._source: AsyncGenerator[TurnEvent, None] | None = None
         self._error: TurnError | Exception | None = None
         self._ended = False
-        self._starting: asyncio.Future[RunningTurn] = asyncio.ensure_future(start())
+        self._settle: Settle | None = settle
+        self._starting: asyncio.Future[Begun] = asyncio.ensure_future(start())
         self._queued: asyncio.Future[None] = asyncio.ensure_future(self._wait_queued())
         self._pulling: asyncio.Future[None] | None = None
         self._closing: asyncio.Future[None] | None = None
@@ -87,7 +101,7 @@ class SharedTurn:
         self._whole = False
         self._trim()
 
-    async def running(self) -> RunningTurn:
+    async def begun(self) -> Begun:
         """The turn, once its prompts are on their workers. Raises TurnError."""
         return await asyncio.shield(self._starting)
 
@@ -99,7 +113,7 @@ class SharedTurn:
         return self._queued.done()
 
     async def _wait_queued(self) -> None:
-        await (await self._starting).started()
+        await (await self._starting).running.started()
 
     def has(self, number: int) -> bool:
         """Whether event `number` can be taken, or will never come."""
@@ -115,12 +129,13 @@ class SharedTurn:
         try:
             await self._queued
             if self._source is None:
-                self._source = self._starting.result().events()
+                self._source = self._starting.result().running.events()
             event = await anext(self._source, None)
-            if event is None:
-                self._ended = True
-            else:
+            if event is not None:
                 self._add(event)
+                return
+            await self._settle_once(complete=True)
+            self._ended = True
         except Exception as error:  # noqa: BLE001 - handed to every reader, who raises it
             self._error = error
             self._ended = True
@@ -187,7 +202,13 @@ class SharedTurn:
         if self._source is not None:
             await self._source.aclose()
         if not self._starting.cancelled() and self._starting.exception() is None:
-            await self._starting.result().aclose()
+            await self._starting.result().running.aclose()
+            await self._settle_once(complete=False)
+
+    async def _settle_once(self, *, complete: bool) -> None:
+        settle, self._settle = self._settle, None
+        if settle is not None:
+            await settle(self._starting.result(), complete)
 
 
 class Reader:

@@ -69,6 +69,9 @@ class Worker(Protocol):
 
     async def abort(self, request_id: str) -> bool: ...
 
+    async def supersede(self, digests: bytes) -> int:
+        """These blocks (joined digests) may be given up before all others. How many of them it has."""
+
     def kv_events(self, instance: str | None, after: int) -> AsyncGenerator[KVMessage, None]:
         """What happened after batch `after` of life `instance`, then what happens."""
 

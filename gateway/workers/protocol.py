@@ -7,6 +7,7 @@ A replica serves, over HTTP on a TCP port or a unix socket (docs/worker-protocol
     GET  /v1/stats          WorkerStats
     POST /v1/generate       GenerateRequest -> a stream of Chunk, one JSON value a line (application/x-ndjson)
     POST /v1/abort          AbortRequest -> AbortReply
+    POST /v1/supersede      SupersedeRequest -> SupersedeReply
     GET  /v1/kv_events      ?instance=I&after=SEQ -> a stream of prefix_cache.events.KVMessage, one a line
     GET  /metrics           Prometheus text
 
@@ -143,6 +144,19 @@ class AbortReply(msgspec.Struct, frozen=True):
     aborted: bool
 
 
+class SupersedeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Blocks that no session will come back to, as joined digests of 16 bytes: they are given up before any other. Blocks in
+    use, and blocks that are used again before they are given up, are blocks like any other."""
+
+    digests: bytes
+
+
+class SupersedeReply(msgspec.Struct, frozen=True):
+    """How many of the blocks are now the first to go."""
+
+    marked: int
+
+
 class ErrorDetail(msgspec.Struct, frozen=True, omit_defaults=True):
     """A refusal. `code` is stable (docs/worker-protocol.md lists them), `message` is a sentence with the remedy,
     `field` the path of what is wrong (for a grammar: a JSON pointer into the structural tag)."""
@@ -164,6 +178,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     kv_events: bool = True
     logprobs: bool = True
     retention_hints: bool = False
+    supersede: bool = False
 
 
 class StartupSeconds(msgspec.Struct, frozen=True):

@@ -23,6 +23,8 @@ from gateway.workers.protocol import (
     ErrorReply,
     Failed,
     GenerateRequest,
+    SupersedeReply,
+    SupersedeRequest,
     WorkerInfo,
     WorkerStats,
 )
@@ -77,6 +79,11 @@ class ReplicaClient:
         body = msgspec.json.encode(AbortRequest(request_id))
         async with self._call("POST", "/v1/abort", body, {"Content-Type": "application/json"}) as response:
             return (await _decode(response, AbortReply)).aborted
+
+    async def supersede(self, digests: bytes) -> int:
+        body = msgspec.msgpack.encode(SupersedeRequest(digests))
+        async with self._call("POST", "/v1/supersede", body, {"Content-Type": "application/msgpack"}) as response:
+            return (await _decode(response, SupersedeReply)).marked
 
     async def generate(self, request: GenerateRequest, headers: Mapping[str, str]) -> ChunkStream:
         body = msgspec.msgpack.encode(request)

@@ -9,11 +9,16 @@ from gateway.turn import TurnError
 
 TEXTS = st.one_of(
     st.sampled_from(
-        ["", " ", "a", "hello there", " padded ", "line\nline\n", "<|im_end|>\n<|im_start|>user\n", "日本 🙂", "<tool_response>x</tool_response>",
-         "[/INST] x </s>", "{\"a\": 1}", "<think>\nno\n</think>\n\nyes", "half <think>", "words " * 30]
+        [
+            *("", " ", "a", "hello there", " padded ", "line\nline\n", "日本 🙂", '{"a": 1}', "half <think>", "words " * 30),
+            "<|im_end|>\n<|im_start|>user\n",
+            "<tool_response>x</tool_response>",
+            "[/INST] x </s>",
+            "<think>\nno\n</think>\n\nyes",
+        ]
     ),
     st.text(max_size=12),
-)  # fmt: skip
+)
 ARGUMENTS = st.dictionaries(st.sampled_from(["q", "n"]), st.one_of(st.integers(-5, 5), st.text(max_size=5)), max_size=2)
 
 
@@ -42,9 +47,10 @@ def histories(draw):
     turns = []
     for _ in range(draw(st.integers(1, 3))):
         grown = [*messages, *draw(rounds())]
-        for end in range(len(messages) + 1, len(grown) + 1):
-            if grown[end - 1]["role"] != "assistant" or draw(st.integers(0, 5)) == 0:
-                turns.append((list(grown[:end]), tools))
+        ends = [end for end in range(len(messages) + 1, len(grown) + 1) if grown[end - 1]["role"] != "assistant"]
+        if draw(st.integers(0, 5)) == 0:
+            ends.append(len(grown))
+        turns.extend((list(grown[:end]), tools) for end in ends)
         messages = grown
         change = draw(st.sampled_from(["none", "none", "none", "edit", "cut", "compact", "tools", "again"]))
         if change == "edit":
@@ -64,17 +70,16 @@ def histories(draw):
 
 
 @pytest.mark.parametrize("name", ["smollm2", "qwen2.5", "qwen3", "llama3", "mistral", "hermes3", "gemma", "strings"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(turns=histories(), every=st.sampled_from([0, 3]))
 def test_prompts_without_generated_text_are_those_of_the_template(family_model, name, turns, every):
     agent = Agent(family_model(name), check_every=every)
     for messages, tools in turns:
         try:
             expected = agent.reference(*messages, tools=tools)
-        except TurnError as refusal:
-            with pytest.raises(TurnError) as caught:
+        except TurnError:
+            with pytest.raises(TurnError, match="does not take this conversation"):
                 agent.send(*messages, tools=tools)
-            assert caught.value.code == refusal.code
             continue
         made = agent.send(*messages, tools=tools)
         assert prompt_ids(made) == expected, (made.path, made.fallbacks)

@@ -111,6 +111,7 @@ class FakeDispatcher:
         self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
         self.script = Script()
         self.requests: list[dict] = []
+        self.superseded: list[tuple[str, bytes]] = []
         self.generations: list[FakeGeneration] = []
         self.open = 0
         self.closed = asyncio.Event()
@@ -144,6 +145,9 @@ class FakeDispatcher:
 
     def models(self):
         return self._names
+
+    def supersede(self, model, digests):
+        self.superseded.append((model, digests))
 
     def prompt_text(self, position=-1):
         ids = unpack_tokens(self.requests[position]["prompt"].packed_token_ids).tolist()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gateway.choices import ChoiceDelta, ChoiceEnd
 from gateway.turn import TurnError
-from gateway.turns.shared import EventBudget, SharedTurn
+from gateway.turns.shared import Begun, EventBudget, SharedTurn
 from grammar.deltas import TextDelta
 
 TOTAL = 10**6
@@ -23,9 +23,14 @@ class Turn:
         self.count, self.error, self.width = count, error, width
         self.pulled = 0
         self.closed = 0
+        self.settled = []
 
     async def start(self):
-        return self
+        return Begun(self)
+
+    async def settle(self, begun, complete):
+        assert begun.running is self
+        self.settled.append(complete)
 
     async def started(self):
         pass
@@ -45,7 +50,7 @@ class Turn:
 
 def shared_turn(turn, *, max_bytes=10**5, keep=True, total=TOTAL):
     budget = EventBudget(total)
-    return SharedTurn(turn.start, budget=budget, max_bytes=max_bytes, keep=keep), budget
+    return SharedTurn(turn.start, turn.settle, budget=budget, max_bytes=max_bytes, keep=keep), budget
 
 
 async def read(reader, into):
@@ -71,6 +76,7 @@ def test_every_reader_gets_the_whole_sequence_or_leaves(count, plan, seed, fails
         turn = Turn(count, TurnError(502, "worker_lost", "gone") if fails else None)
         shared, budget = shared_turn(turn)
         readers = [(shared.read(), [])]
+        heard = [readers[0][1]]
         tasks = [asyncio.create_task(read(*readers[0]))]
         ended = []
         for action in plan:
@@ -78,6 +84,7 @@ def test_every_reader_gets_the_whole_sequence_or_leaves(count, plan, seed, fails
                 turn.go_on.release()
             elif action == "join" and any(not task.done() for task in tasks):
                 readers.append((shared.read(), []))
+                heard.append(readers[-1][1])
                 tasks.append(asyncio.create_task(read(*readers[-1])))
             elif action in ("leave", "cancel") and tasks:
                 at = seed.randrange(len(tasks))
@@ -102,6 +109,7 @@ def test_every_reader_gets_the_whole_sequence_or_leaves(count, plan, seed, fails
                 assert seen == [*range(count), "end"]
             await reader.aclose()
         assert turn.closed == 1
+        assert turn.settled == [any("end" in seen for seen in heard)]
         assert shared.readers == 0
         shared.forget()
         assert budget.free == TOTAL
@@ -161,7 +169,7 @@ async def test_all_turns_together_keep_no_more_than_their_budget():
     turns = [Turn(20, width=100) for _ in range(5)]
     readers = []
     for turn in turns:
-        shared = SharedTurn(turn.start, budget=budget, max_bytes=10**6, keep=True)
+        shared = SharedTurn(turn.start, turn.settle, budget=budget, max_bytes=10**6, keep=True)
         readers.append(shared.read())
         for _ in range(20):
             turn.go_on.release()
@@ -186,9 +194,9 @@ async def test_the_last_one_to_leave_while_it_starts_ends_the_start():
             cancelled.set()
             raise
 
-    shared = SharedTurn(start, budget=EventBudget(1000), max_bytes=1000, keep=True)
+    shared = SharedTurn(start, None, budget=EventBudget(1000), max_bytes=1000, keep=True)
     one, two = shared.read(), shared.read()
-    waiting = asyncio.create_task(shared.running())
+    waiting = asyncio.create_task(shared.begun())
     await soon()
     waiting.cancel()
     with suppress(asyncio.CancelledError):
