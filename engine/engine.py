@@ -106,7 +106,9 @@ class Engine:
             max_model_len=max_model_len,
             vocab_size=spec.vocab_size,
             max_concurrency=config.max_num_seqs,
-            capabilities=Capabilities(grammars=grammars is not None, kv_events=config.prefix_caching, supersede=True),
+            capabilities=Capabilities(
+                grammars=grammars is not None, kv_events=config.prefix_caching, retention_hints=True, supersede=True
+            ),
         )
 
     @property

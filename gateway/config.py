@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gateway.turns.config import TurnsConfig
+from gateway.watching.config import MissesConfig
+from sessions.gaps.model import GapConfig
 from sessions.identity import DEFAULT_ORDER, check_order
 
 MIB = 2**20
@@ -92,6 +94,8 @@ class GatewayConfig:
     session_sources: tuple[str, ...] = DEFAULT_ORDER
     turns: TurnsConfig = field(default_factory=TurnsConfig)
     sessions: SessionsConfig = field(default_factory=SessionsConfig)
+    misses: MissesConfig = field(default_factory=MissesConfig)
+    gaps: GapConfig = field(default_factory=GapConfig)
 
     def __post_init__(self) -> None:
         check_order(self.session_sources)

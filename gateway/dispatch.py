@@ -16,12 +16,13 @@ from gateway.router.config import RouterConfig
 from gateway.router.router import Router
 from gateway.telemetry.telemetry import Telemetry
 from gateway.turn import Prompt, SessionRef
-from gateway.workers.base import WorkerError
+from gateway.workers.base import Worker, WorkerError
 from gateway.workers.generation import Hooks, Placement, PooledGeneration
 from gateway.workers.member import Member, ProbeConfig
 from gateway.workers.pool import MakeClient, WorkerPool
-from gateway.workers.protocol import GenerateRequest, SamplingParams, WorkerInfo
+from gateway.workers.protocol import GenerateRequest, RetentionHint, SamplingParams, WorkerInfo
 from gateway.workers.replica import ReplicaClient
+from gateway.workers.retention import RetentionHints
 from gateway.workers.views import WorkerView
 from prefix_cache.hashing import JoinedDigests
 from prefix_cache.index import ResidencyIndex
@@ -84,6 +85,7 @@ class PoolDispatcher:
             retry_after=config.retry_after,
         )
         self._background: set[asyncio.Task[None]] = set()
+        self._hints = RetentionHints(self._taker_of_hints)
         if telemetry is not None:
             telemetry.watch_pool(self.workers)
 
@@ -91,6 +93,7 @@ class PoolDispatcher:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
+        await self._hints.aclose()
         await self.pool.close()
         if self._background:
             await asyncio.gather(*self._background, return_exceptions=True)
@@ -134,6 +137,7 @@ class PoolDispatcher:
                 grammar=prompt.grammar,
                 priority=priority,
                 session=session.key,
+                tenant=session.tenant,
                 cache_salt=prompt.cache_salt,
             ),
             prompt.num_tokens,
@@ -158,6 +162,14 @@ class PoolDispatcher:
             held = b"".join(digest for digest in JoinedDigests(digests) if self.index.tiers(member.name, digest))
             if held and len(self._background) < _MAX_BACKGROUND:
                 self._in_background(_supersede(member, held))
+
+    def retain(self, worker: str, hint: RetentionHint) -> None:
+        self._hints.add(worker, hint)
+
+    def _taker_of_hints(self, name: str) -> Worker | None:
+        member = self.pool.member(name)
+        info = member.info if member is not None else None
+        return member.client if member is not None and info is not None and info.capabilities.retention_hints else None
 
     def _place(self, model: str, session: SessionRef, prompt: Prompt, excluded: set[str]) -> Placement:
         members = {member.name: member for member in self.pool.candidates(model, excluded)}

@@ -18,6 +18,7 @@ from gateway.prompts import PromptBuilder
 from gateway.running import RunningTurn, Usage, close_all
 from gateway.telemetry.telemetry import Telemetry
 from gateway.turn import Dispatcher, Generation, Prompt, Turn, TurnObserver, TurnRecord
+from gateway.watching.watch import TurnWatch, called_tools
 from gateway.workers.protocol import SamplingParams, WorkerInfo
 from grammar.detokenizer import Detokenizer
 from grammar.parser import StreamParser, TextParser
@@ -60,6 +61,7 @@ class Pipeline:
             )
             self._executor.submit(self.keeper.warm_up)
         self.prompts = PromptBuilder(self._executor, inline_characters=config.http.inline_characters, keeper=self.keeper)
+        self.watch = TurnWatch(config.misses, config.gaps, telemetry, dispatcher.retain, models)
         self._detokenizers = {model.name: Detokenizer(model.tokenizer.backend) for model in models.all}
 
     def close(self) -> None:
@@ -104,19 +106,26 @@ class Pipeline:
         decoders = [self._decoder(model, turn, index, plain=plain) for index in range(turn.sampling.n * len(prompts))]
         return RunningTurn(generations, decoders, Usage(prompt_tokens=sum(prompt.num_tokens for prompt in prompts)))
 
-    async def settle(self, history: TurnHistory | None, running: RunningTurn | None) -> None:
-        """Writes a turn into its session: with its answer, or, where `running` is None, without one. A store that fails is no
-        reason to fail the turn."""
+    async def settle(self, history: TurnHistory | None, running: RunningTurn | None, *, final: bool = False) -> None:
+        """Writes a turn into its session: with its answer, or, where `running` is None, without one. `final`: with its answer
+        the session is over. A store that fails is no reason to fail the turn."""
         if self.keeper is None or history is None:
             return
         answered = Answered()
         if running is not None:
             usage = running.usage
             answered = Answered(
-                running.choices, running.workers, usage.cached_tokens, usage.completion_tokens, running.worker_seconds
+                running.choices,
+                running.workers,
+                usage.cached_tokens,
+                usage.completion_tokens,
+                running.worker_seconds,
+                called_tools(running),
             )
         try:
             await self.keeper.close(history, answered)
+            if final and running is not None:
+                await self.keeper.store.delete(history.tenant, history.key)
         except Exception:
             log.exception("the ledger of session %s could not be written", history.key)
 

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from gateway.workers.protocol import Chunk, SamplingParams, Started, WorkerInfo
+from gateway.workers.protocol import Chunk, RetentionHint, SamplingParams, Started, WorkerInfo
 from grammar.tools import ResponseFormat, Tool, ToolChoice
 
 
@@ -149,6 +149,9 @@ class Dispatcher(Protocol):
     def supersede(self, model: str, digests: bytes) -> None:
         """Blocks (joined digests) that no session will come back to: the workers that hold them may give them up first. Returns
         at once."""
+
+    def retain(self, worker: str, hint: RetentionHint) -> None:
+        """Tells a worker when a session will be back, where it takes such hints. Returns at once."""
 
     def models(self) -> tuple[str, ...]:
         """Names that `model` may have, the default first."""

@@ -15,7 +15,8 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What is kept of a session. `branches`: newest first. `version` goes up by one with every write.
 
     `named`: False for a session that is known by its prefix alone. Times are Unix seconds. `shared_blocks`: as many blocks
-    from the beginning also belong to sessions that were forked off. `resumed`: a branch that another had replaced was gone
+    from the beginning also belong to sessions that were forked off. `called`: tools that the last turn called, whose end is
+    `used_at`; None when it was not answered. `resumed`: a branch that another had replaced was gone
     on with: branches live side by side, and none is superseded. The totals count every turn: `cached_tokens` as workers
     reported them, `reused_tokens` and `spliced_tokens` as of Continuation. `prefill_seconds` and `decode_seconds`: what
     workers spent on it.
@@ -32,6 +33,7 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float = 0.0
     used_at: float = 0.0
     branches: tuple[Ledger, ...] = ()
+    called: tuple[str, ...] | None = None
     shared_blocks: int = 0
     resumed: bool = False
     turns: int = 0

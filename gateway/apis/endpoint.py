@@ -13,7 +13,14 @@ import orjson
 from aiohttp import web
 
 from gateway.apis.codec import Answer
-from gateway.apis.headers import REQUEST_ID, attached_header, placement_headers, session_headers, warning_header
+from gateway.apis.headers import (
+    REQUEST_ID,
+    attached_header,
+    miss_header,
+    placement_headers,
+    session_headers,
+    warning_header,
+)
 from gateway.apis.sse import PING, ClientGoneError, EventStream
 from gateway.choices import ChoiceDelta, TurnEvent
 from gateway.config import HttpConfig
@@ -86,10 +93,12 @@ class TurnEndpoint:
         response: web.StreamResponse | None = None
         stream: EventStream | None = None
         joined: Joined | None = None
+        begun: Begun | None = None
 
         async def start() -> Begun:
             info = self._pipeline.pool_info(model)
             prompts, history = await make_prompts(info)
+            watched = self._pipeline.watch.began(turn, history)
             try:
                 running = await self._pipeline.run(model, turn, prompts, info, span.trace_headers(), plain=plain)
             except BaseException:
@@ -97,10 +106,12 @@ class TurnEndpoint:
                 raise
             for receipt in running.receipts:
                 span.dispatched(receipt)
-            return Begun(running, history)
+            return Begun(running, history, watched)
 
         async def settle(begun: Begun, complete: bool) -> None:
-            await self._pipeline.settle(begun.history, begun.running if complete else None)
+            running = begun.running if complete else None
+            self._pipeline.watch.ended(begun.watched, running)
+            await self._pipeline.settle(begun.history, running, final=turn.session.final)
 
         def first_token() -> None:
             outcome.first_token = time.monotonic() - arrival.monotonic
@@ -123,16 +134,17 @@ class TurnEndpoint:
                 answer.adopt(joined.answer)
                 span.attached(joined.how, joined.first)
             try:
-                outcome.running = (await joined.reader.shared.begun()).running
+                begun = await joined.reader.shared.begun()
+                outcome.running = begun.running
                 if joined.how is not None:
                     for receipt in outcome.running.receipts:
                         span.dispatched(receipt, counted=False)
                 if turn.stream:
                     stream = EventStream(arrival.request, write_timeout=self._http.write_timeout)
                     response = stream.response
-                    failure = await self._stream(stream, arrival, turn, joined, outcome.running, answer, first_token)
+                    failure = await self._stream(stream, arrival, turn, joined, begun, answer, first_token)
                 else:
-                    response = await self._whole(arrival, turn, joined, outcome.running, answer, first_token)
+                    response = await self._whole(arrival, turn, joined, begun, answer, first_token)
             finally:
                 await self._turns.leave(joined)
         except BaseException as error:
@@ -147,6 +159,8 @@ class TurnEndpoint:
                 outcome.response = answer.body(outcome.running)
             tell = failure is not None or joined is None or joined.tell_once()
             self._conclude(arrival, turn, model, answer, outcome, failure, tell=tell)
+            if begun is not None and begun.watched is not None and begun.watched.miss is not None:
+                span.missed(begun.watched.miss)
             if failure is None and outcome.running is not None:
                 usage = outcome.running.usage
                 span.finished(
@@ -169,24 +183,29 @@ class TurnEndpoint:
         arrival: Arrival,
         turn: Turn,
         joined: Joined,
-        running: RunningTurn,
+        begun: Begun,
         answer: Answer,
         first_token: Callable[[], None],
     ) -> web.Response:
-        reader = joined.reader
+        reader, running = joined.reader, begun.running
         seen = False
         while await reader.wait() and (event := reader.take()) is not None:
             if not seen and _has_tokens(event):
                 seen = True
                 first_token()
-        headers = self._headers(arrival, turn, joined, running, started=True)
+        headers = self._headers(arrival, turn, joined, begun, started=True)
         return web.Response(body=orjson.dumps(answer.body(running)), content_type="application/json", headers=headers)
 
-    def _headers(self, arrival: Arrival, turn: Turn, joined: Joined, running: RunningTurn, *, started: bool) -> dict[str, str]:
+    def _headers(self, arrival: Arrival, turn: Turn, joined: Joined, begun: Begun, *, started: bool) -> dict[str, str]:
+        watched = begun.watched
+        if started:
+            self._pipeline.watch.started(watched, begun.running)
+        miss = watched.miss if watched is not None else None
         return {
             REQUEST_ID: arrival.request_id,
             **session_headers(turn.session),
-            **placement_headers(running, started=started),
+            **placement_headers(begun.running, started=started),
+            **miss_header(miss),
             **attached_header(joined.how, joined.first),
             **warning_header(turn.warnings),
         }
@@ -197,14 +216,15 @@ class TurnEndpoint:
         arrival: Arrival,
         turn: Turn,
         joined: Joined,
-        running: RunningTurn,
+        begun: Begun,
         answer: Answer,
         first_token: Callable[[], None],
     ) -> TurnError | None:
         """Returns the error that the stream ended with. Raises TurnError while nothing was sent, ClientGoneError."""
         # The headers can say what was cached once the prompts have left their queues; but they do not wait for ever.
+        running = begun.running
         started = await joined.reader.shared.wait_started(self._http.headers_within)
-        await stream.open(self._headers(arrival, turn, joined, running, started=started))
+        await stream.open(self._headers(arrival, turn, joined, begun, started=started))
         await stream.send(answer.opening(running))
         failure: TurnError | None = None
         try:

@@ -31,6 +31,7 @@ from sessions.ledger import (
     Ledger,
     Span,
     common_messages,
+    common_tokens,
     extend_blocks,
     pack_spans,
     text_digest,
@@ -420,7 +421,7 @@ class _Work:
             cause, message = "template", old.num_messages
         else:
             return None
-        tokens = _common_tokens(old.tokens, new.tokens, base.num_tokens)
+        tokens = common_tokens(old.tokens, new.tokens, base.num_tokens)
         return Divergence(cause, message, tokens, base.end_of(base.num_spans).text_bytes, max(had - tokens, 0))  # type: ignore[arg-type]
 
     def _as_text(self, reason: str) -> Continuation:
@@ -471,14 +472,6 @@ class _Growth:
 
 def _empty(context: bytes, root: bytes, block_size: int) -> Ledger:
     return Ledger(context=context, root=root, block_size=block_size)
-
-
-def _common_tokens(left: bytes, right: bytes, known: int) -> int:
-    """How many ids two prompts share from the beginning; at least `known`."""
-    one, two = unpack_tokens(left)[known:], unpack_tokens(right)[known:]
-    size = min(len(one), len(two))
-    different = (one[:size] != two[:size]).nonzero()[0]
-    return known + (int(different[0]) if len(different) else size)
 
 
 def _same_meaning(ledger: Ledger, digests: bytes, messages: Sequence[Mapping[str, Any]]) -> tuple[Ledger, int]:

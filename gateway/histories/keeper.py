@@ -61,13 +61,14 @@ class TurnHistory:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What became of a turn. `choices`: as they were returned; () when it failed."""
+    """What became of a turn. `choices`: as they were returned; `called`: tools. () and None for one that failed."""
 
     choices: Sequence[ChoiceState] = ()
     worker: str = ""
     cached_tokens: int = 0
     completion_tokens: int = 0
     seconds: tuple[float, float] = field(default=(0.0, 0.0))
+    called: tuple[str, ...] | None = None
 
 
 class HistoryKeeper:
@@ -265,6 +266,7 @@ class HistoryKeeper:
             version=record.version + 1,
             used_at=now,
             branches=tuple([ledger, *kept][: self._config.max_branches]),
+            called=answered.called,
             resumed=record.resumed or bool(history.position),
             turns=record.turns + 1,
             prompt_tokens=record.prompt_tokens + ledger.num_tokens,

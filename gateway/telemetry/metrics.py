@@ -53,6 +53,8 @@ class GatewayMetrics:
         self.worker_failures = counter(
             "worker_failures", "Requests that a worker failed before its first chunk; they were tried elsewhere", "worker"
         )
+        self.misses = counter("misses", "Turns that reused less than their predecessors left, by cause", "cause")
+        self.missed_tokens = counter("missed_tokens", "Tokens that such turns had computed again, by cause", "cause")
         self.attached = counter(
             "turns_attached",
             "Retries of a turn: attached to it while it ran, answered from what was kept, refused as too much was said",

@@ -15,6 +15,7 @@ from gateway.turn import Receipt, Turn
 from gateway.workers.views import WorkerView
 from prefix_cache.hashing import DIGEST_BYTES
 from sessions.continuation import Continuation
+from sessions.explain.misses import Miss
 from sessions.store import StoreStats
 
 if TYPE_CHECKING:
@@ -71,6 +72,24 @@ class TurnSpan:
         self._metrics.attached.labels(how).inc()
         if self._span is not None:
             self._span.set({"turnkeep.turn.attached": how, "turnkeep.turn.first_request": first})
+
+    def missed(self, miss: Miss) -> None:
+        """The turn reused less than its predecessor left. `Telemetry.missed` counts it."""
+        if self._span is not None and not self._ended:
+            known: dict[str, str | int | float] = {
+                "turnkeep.miss.cause": miss.cause,
+                "turnkeep.miss.lost_tokens": miss.lost_tokens,
+                "turnkeep.miss.shared_tokens": miss.tokens,
+            }
+            if miss.path:
+                known |= {
+                    "turnkeep.miss.path": miss.path,
+                    "turnkeep.miss.field_bytes": miss.field_bytes,
+                    "turnkeep.miss.text_bytes": miss.text_bytes,
+                }
+            if miss.lost_seconds is not None:
+                known["turnkeep.miss.lost_seconds"] = miss.lost_seconds
+            self._span.set(known)
 
     def first_token(self) -> None:
         """The first token has come; later calls do nothing."""
@@ -185,6 +204,11 @@ class Telemetry:
             metrics.history_tokens.labels(source).inc(count)
         if made.orphaned:
             metrics.superseded_blocks.inc(len(made.orphaned) // DIGEST_BYTES)
+
+    def missed(self, miss: Miss) -> None:
+        """A turn reused less than its predecessor left."""
+        self.metrics.misses.labels(miss.cause).inc()
+        self.metrics.missed_tokens.labels(miss.cause).inc(miss.lost_tokens)
 
     def worker_failed(self, worker: str) -> None:
         """A worker failed a request before its first chunk."""

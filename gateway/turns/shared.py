@@ -17,6 +17,7 @@ from gateway.choices import ChoiceDelta, TurnEvent
 from gateway.histories.keeper import TurnHistory
 from gateway.running import RunningTurn
 from gateway.turn import TurnError
+from gateway.watching.watch import WatchedTurn
 from grammar.deltas import ReasoningDelta, TextDelta, ToolCallArguments
 
 _EVENT_BYTES = 200
@@ -31,11 +32,12 @@ class Begun:
 
     running: RunningTurn
     history: TurnHistory | None = None
+    watched: WatchedTurn | None = None
 
 
 Start = Callable[[], Awaitable[Begun]]
 Settle = Callable[[Begun, bool], Awaitable[None]]
-"""Writes a turn into its session, complete or not: once, and before any reader hears of the end. The next may follow at once."""
+"""Writes a turn into its session, complete or not. Once, and before any reader hears of the end: the next may follow."""
 
 
 class EventBudget:

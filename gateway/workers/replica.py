@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -23,6 +23,9 @@ from gateway.workers.protocol import (
     ErrorReply,
     Failed,
     GenerateRequest,
+    RetainReply,
+    RetainRequest,
+    RetentionHint,
     SupersedeReply,
     SupersedeRequest,
     WorkerInfo,
@@ -84,6 +87,11 @@ class ReplicaClient:
         body = msgspec.msgpack.encode(SupersedeRequest(digests))
         async with self._call("POST", "/v1/supersede", body, {"Content-Type": "application/msgpack"}) as response:
             return (await _decode(response, SupersedeReply)).marked
+
+    async def retain(self, hints: Sequence[RetentionHint]) -> int:
+        body = msgspec.msgpack.encode(RetainRequest(tuple(hints)))
+        async with self._call("POST", "/v1/retain", body, {"Content-Type": "application/msgpack"}) as response:
+            return (await _decode(response, RetainReply)).waiting
 
     async def generate(self, request: GenerateRequest, headers: Mapping[str, str]) -> ChunkStream:
         body = msgspec.msgpack.encode(request)

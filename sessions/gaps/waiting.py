@@ -15,20 +15,28 @@ MAX_SKEW = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Away:
-    """A session came back after `seconds` from a turn that called `tools`."""
+    """A session came back after `seconds` from a turn that called `tools` and ended at `ended_at` (Unix seconds)."""
 
     seconds: float
     tools: tuple[str, ...]
+    ended_at: float = 0.0
 
 
 class Waiting:
     """By (tenant, session), the longest away first out. `clock` is monotonic: what the wall clock does meanwhile is nothing
     to a gap that begins and ends in this process."""
 
-    def __init__(self, max_sessions: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        max_sessions: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
         self._max = max_sessions
         self._clock = clock
-        self._since: OrderedDict[tuple[str, str], tuple[float, tuple[str, ...]]] = OrderedDict()
+        self._wall_clock = wall_clock
+        self._since: OrderedDict[tuple[str, str], tuple[float, float, tuple[str, ...]]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._since)
@@ -36,7 +44,7 @@ class Waiting:
     def ended(self, tenant: str, session: str, tools: Sequence[str]) -> None:
         """A turn of the session ended, having called `tools`."""
         self._since.pop((tenant, session), None)
-        self._since[tenant, session] = (self._clock(), tuple(tools))
+        self._since[tenant, session] = (self._clock(), self._wall_clock(), tuple(tools))
         if len(self._since) > self._max:
             self._since.popitem(last=False)
 
@@ -45,8 +53,8 @@ class Waiting:
         known = self._since.pop((tenant, session), None)
         if known is None:
             return None
-        since, tools = known
-        return Away(min(max(0.0, self._clock() - since), MAX_SECONDS), tools)
+        since, ended_at, tools = known
+        return Away(min(max(0.0, self._clock() - since), MAX_SECONDS), tools, ended_at)
 
     def closed(self, tenant: str, session: str) -> None:
         """It will not come back."""
@@ -59,4 +67,4 @@ def away_elsewhere(ended_at: float, now: float, tools: Sequence[str]) -> Away | 
     seconds = now - ended_at
     if ended_at <= 0 or not -MAX_SKEW <= seconds <= MAX_SECONDS:
         return None
-    return Away(max(0.0, seconds), tuple(tools))
+    return Away(max(0.0, seconds), tuple(tools), ended_at)

@@ -63,10 +63,15 @@ class FakeGeneration:
     closed: bool = False
     taken: int = 0
 
+    @property
+    def cached(self):
+        """The last token of a prompt is always computed."""
+        return min(self.script.cached, self.request["prompt"].num_tokens - 1)
+
     async def started(self):
         if self.script.gate is not None:
             await self.script.gate.wait()
-        return Started(self.request["prompt"].num_tokens, self.script.cached, 0.0)
+        return Started(self.request["prompt"].num_tokens, self.cached, 0.0)
 
     async def chunks(self):
         await self.started()
@@ -90,7 +95,7 @@ class FakeGeneration:
         reason = self.script.finish or ("length" if cut_short else "stop")
         for index in range(sampling.n):
             yield Finished(reason, index + self.script.finish_index, stop if reason == "stop" else None)
-        yield Done(self.request["prompt"].num_tokens, len(ids) * sampling.n, self.script.cached, 0.0, 0.1, 0.1, 0)
+        yield Done(self.request["prompt"].num_tokens, len(ids) * sampling.n, self.cached, 0.0, 0.1, 0.1, 0)
 
     def _logprobs(self, ids, top):
         if top is None:
@@ -112,6 +117,7 @@ class FakeDispatcher:
         self.script = Script()
         self.requests: list[dict] = []
         self.superseded: list[tuple[str, bytes]] = []
+        self.retained: list[tuple[str, object]] = []
         self.generations: list[FakeGeneration] = []
         self.open = 0
         self.closed = asyncio.Event()
@@ -146,8 +152,14 @@ class FakeDispatcher:
     def models(self):
         return self._names
 
+    def retain(self, worker, hint):
+        self.retained.append((worker, hint))
+
     def supersede(self, model, digests):
         self.superseded.append((model, digests))
+
+    def prompt_tokens(self, position=-1):
+        return self.requests[position]["prompt"].num_tokens
 
     def prompt_text(self, position=-1):
         ids = unpack_tokens(self.requests[position]["prompt"].packed_token_ids).tolist()

@@ -14,6 +14,7 @@ from gateway.pipeline import Pipeline
 from gateway.server import HttpServer
 from gateway.telemetry.telemetry import Telemetry
 from gateway.turns.config import TurnsConfig
+from gateway.watching.config import MissesConfig
 
 
 @dataclass
@@ -23,6 +24,7 @@ class Gateway:
     dispatcher: FakeDispatcher
     observer: FakeObserver
     telemetry: Telemetry
+    pipeline: Pipeline
 
     @contextlib.asynccontextmanager
     async def post(self, path, body, **kwargs):
@@ -63,12 +65,15 @@ class Gateway:
 
 
 @contextlib.asynccontextmanager
-async def run_gateway(directory, *, api_keys=(), aliases=(), max_model_len=2048, reasons=tuple, turns=None, **http):
+async def run_gateway(
+    directory, *, api_keys=(), aliases=(), max_model_len=2048, reasons=tuple, turns=None, misses=None, **http
+):
     config = GatewayConfig(
         models=(ModelConfig("tiny", directory, aliases),),
         http=HttpConfig(port=0, **http),
         api_keys=api_keys,
         turns=turns or TurnsConfig(),
+        misses=misses or MissesConfig(),
     )
     dispatcher = FakeDispatcher(directory, max_model_len=max_model_len)
     observer = FakeObserver()
@@ -77,5 +82,5 @@ async def run_gateway(directory, *, api_keys=(), aliases=(), max_model_len=2048,
     pipeline = Pipeline(config, registry, dispatcher, telemetry, [observer])
     async with HttpServer(make_app(config, pipeline, reasons=reasons), config.http) as server:
         async with aiohttp.ClientSession() as http_session:
-            yield Gateway(server.url, http_session, dispatcher, observer, telemetry)
+            yield Gateway(server.url, http_session, dispatcher, observer, telemetry, pipeline)
     assert dispatcher.open == 0, "a generation was not closed"

@@ -139,11 +139,11 @@ def test_what_nobody_takes_is_not_collected(model):
 
 def test_a_gap_is_from_the_end_of_a_turn_to_the_next_one():
     clock = Clock()
-    waiting = Waiting(3, clock=clock)
+    waiting = Waiting(3, clock=clock, wall_clock=lambda: 5.0)
     waiting.ended("t", "s", ["grep"])
     clock.now += 12.5
     assert waiting.began("u", "s") is None
-    assert waiting.began("t", "s") == Away(12.5, ("grep",))
+    assert waiting.began("t", "s") == Away(12.5, ("grep",), 5.0)
     assert waiting.began("t", "s") is None  # a second turn beside it is no gap
     for number in range(10):
         waiting.ended("t", f"s{number}", [])
@@ -153,7 +153,7 @@ def test_a_gap_is_from_the_end_of_a_turn_to_the_next_one():
     assert waiting.began("t", "s9") is None
     waiting.ended("t", "back", [])
     clock.now -= 3600
-    assert waiting.began("t", "back") == Away(0.0, ())
+    assert waiting.began("t", "back") == Away(0.0, (), 5.0)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_gap_is_from_the_end_of_a_turn_to_the_next_one():
 )
 def test_between_processes_the_wall_clock_is_believed_within_reason(ended_at, seconds):
     away = away_elsewhere(ended_at, 1005.0, ["grep"])
-    assert away == (None if seconds is None else Away(seconds, ("grep",)))
+    assert away == (None if seconds is None else Away(seconds, ("grep",), ended_at))
 
 
 @pytest.mark.parametrize(
