@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import click
 
-from gateway.config import HttpConfig
+from gateway.config import HttpConfig, SessionsConfig
 from gateway.dispatch import PoolConfig
 from gateway.router.config import RouterConfig
 from gateway.telemetry.config import TelemetryConfig
@@ -63,6 +63,7 @@ PLAIN_SETTINGS: tuple[Setting, ...] = (
     Setting("auth.api_keys", "api_key", "strings"),
     Setting("auth.api_key_file", "api_key_file", "string"),
     Setting("sessions.sources", "session_source", "strings"),
+    Setting("sessions.ledger", "ledger", "boolean"),
     Setting("router.policy", "policy", "string"),
     Setting("telemetry.otlp", "otlp", "string"),
     Setting("telemetry.otlp_headers", "otlp_header", "strings"),
@@ -72,6 +73,7 @@ PLAIN_SETTINGS: tuple[Setting, ...] = (
 GENERATED: Mapping[str, tuple[type[Any], frozenset[str]]] = {
     "http": (HttpConfig, frozenset({"host", "port", "max_body_bytes"})),
     "router": (RouterConfig, frozenset({"policy"})),
+    "sessions": (SessionsConfig, frozenset({"ledger"})),
     "pool": (PoolConfig, frozenset({"models", "aliases", "router"})),
     "turns": (TurnsConfig, frozenset()),
     "telemetry": (TelemetryConfig, frozenset({"otlp_url", "otlp_headers"})),

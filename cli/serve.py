@@ -28,7 +28,7 @@ from cli.model import fetch, own_name
 from cli.serving import ReplicaPlan, RunningGateway, ServePlan, open_gateway
 from engine.checkpoints import DEFAULT_MODEL, CheckpointError, default_cache_dir
 from gateway.auth import read_key_file
-from gateway.config import MIB, GatewayConfig, HttpConfig, ModelConfig
+from gateway.config import MIB, GatewayConfig, HttpConfig, ModelConfig, SessionsConfig
 from gateway.dispatch import PoolConfig
 from gateway.router.config import POLICIES, RouterConfig
 from gateway.server import ListenError
@@ -88,6 +88,12 @@ def _read_config(ctx: click.Context, _param: click.Parameter, path: Path | None)
     metavar="SOURCE",
     help="Where to look for a session's name, in order: session-id, body.session_id, ... (docs/http-api.md). "
     "[default: everywhere, most specific first]",
+)
+@click.option(
+    "--ledger/--no-ledger",
+    default=True,
+    show_default=True,
+    help="Keep the exact token ids of sessions; without, every turn is rendered and tokenised whole.",
 )
 @click.option("--record", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Record turns as trajectories.")
 @click.option("--otlp", default=None, metavar="URL", help="Send spans there over OTLP/HTTP.")
@@ -186,6 +192,7 @@ def plan_from(options: Mapping[str, Any], engine_table: Mapping[str, Any]) -> Se
             api_keys=keys,
             session_sources=tuple(options["session_source"]) or DEFAULT_ORDER,
             turns=TurnsConfig(**generated_values("turns", options)),
+            sessions=SessionsConfig(ledger=options["ledger"], **generated_values("sessions", options)),
         ),
         replicas=ReplicaPlan(
             count=replicas,

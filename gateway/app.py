@@ -33,7 +33,7 @@ def make_app(config: GatewayConfig, pipeline: Pipeline, *, reasons: ReadyReasons
     """The application. Serve it with `gateway.server.HttpServer`, which cancels a handler when its client leaves."""
     # Bodies are bounded while they are read (gateway.apis.bodies), in the caller's dialect.
     app = web.Application(middlewares=[_answer_errors], client_max_size=0)
-    arrivals = Arrivals(config)
+    arrivals = Arrivals(config, pipeline.telemetry.stages)
     endpoint = TurnEndpoint(pipeline, config.http, TurnRegistry(config.turns))
     OpenAIRoutes(pipeline, endpoint, arrivals, config.http).add_to(app.router)
     WatchRoutes(pipeline, arrivals).add_to(app.router)

@@ -14,6 +14,7 @@ from typing import Any
 
 from gateway.router.config import RouterConfig
 from gateway.router.router import Router
+from gateway.telemetry.stages import StageTimes
 from gateway.telemetry.telemetry import Telemetry
 from gateway.turn import Prompt, SessionRef
 from gateway.workers.base import Worker, WorkerError
@@ -73,6 +74,7 @@ class PoolDispatcher:
     ) -> None:
         self._config = config
         self._telemetry = telemetry
+        self._stages = telemetry.stages if telemetry is not None else StageTimes()
         self.index = ResidencyIndex(config.router.max_indexed_blocks, config.router.max_predicted_blocks)
         self.router = Router(config.router, self.index, clock)
         self.pool = WorkerPool(
@@ -176,13 +178,14 @@ class PoolDispatcher:
         if not members:
             raise self.pool.none_up(model)
         info = next(iter(members.values())).info
-        route = self.router.route(
-            digests=prompt.digests,
-            prompt_tokens=prompt.num_tokens,
-            block_size=info.block_size if info is not None else 1,
-            session=session,
-            loads=[member.load for member in members.values()],
-        )
+        with self._stages.spent("route"):
+            route = self.router.route(
+                digests=prompt.digests,
+                prompt_tokens=prompt.num_tokens,
+                block_size=info.block_size if info is not None else 1,
+                session=session,
+                loads=[member.load for member in members.values()],
+            )
         member = members[route.receipt.worker]
         return Placement(member, route, member.books.open(prompt.num_tokens, route.receipt.matched_tokens))
 

@@ -93,6 +93,7 @@ class HistoryKeeper:
         self._inline_characters = inline_characters
         self._supersede = supersede
         self._telemetry = telemetry
+        self._stages = telemetry.stages
         telemetry.watch_sessions(store.stats)
         self._clock = clock
         self._builders = {
@@ -111,13 +112,15 @@ class HistoryKeeper:
     async def open(self, model: ServedModel, turn: Turn, info: WorkerInfo) -> TurnHistory:
         """The prompt of a turn, from the ledgers of its session. Raises TurnError 400: template or context."""
         builder = self._builders[model.name]
-        text = builder.describe(turn)
+        with self._stages.spent("ledger"):
+            text = builder.describe(turn)
         root = root_digest(bytes.fromhex(info.namespace), turn.cache_salt)
         tenant = turn.session.tenant
         named = turn.session.key is not None
         key = turn.session.key or await self._recognised(tenant, text)
         record = await self.store.get(tenant, key) if key is not None else None
-        match = None if record is None else builder.match(text, record.branches, root, turn.messages)
+        with self._stages.spent("ledger"):
+            match = None if record is None else builder.match(text, record.branches, root, turn.messages)
         foreign = None
         if match is None:
             foreign, match = await self._lent(builder, turn, text, root, key)
@@ -125,7 +128,8 @@ class HistoryKeeper:
             raise TurnError(400, "invalid_request", "messages: at least one message is needed.", param="messages")
 
         def build() -> Continuation:
-            return builder.build(turn, text, match, root=root, block_size=info.block_size, max_tokens=info.max_model_len)
+            with self._stages.spent("ledger"):
+                return builder.build(turn, text, match, root=root, block_size=info.block_size, max_tokens=info.max_model_len)
 
         try:
             if builder.is_short(turn, match, self._inline_characters) and builder.is_quick(turn, text):
@@ -163,9 +167,10 @@ class HistoryKeeper:
         history.closed = True
         made = history.continuation
         now = self._clock()
+        answers = [pair for choice in answered.choices if (pair := _answer(choice)) is not None]
         ledger = msgspec.structs.replace(
             made.ledger,
-            pending=pending_from(made.ledger, [pair for choice in answered.choices if (pair := _answer(choice)) is not None]),
+            pending=pending_from(made.ledger, answers),
             worker=answered.worker,
             used_at=now,
         )

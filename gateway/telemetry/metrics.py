@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from gateway.telemetry.stages import StageTimes
 from gateway.workers.views import WorkerView
 from sessions.store import StoreStats
 
@@ -72,6 +73,8 @@ class GatewayMetrics:
         self.superseded_blocks = counter("superseded_blocks", "Blocks that a session's rewritten history left behind")
         self.spans = counter("spans", "Spans handed to the OTLP exporter, by result", "result")
         self.in_flight = Gauge(prefix + "turns_in_flight", "Turns that have arrived and not ended", registry=self.registry)
+        self.stages = StageTimes()
+        self.registry.register(_StagesCollector(self.stages))
         self._models: set[str] = set()
         self._workers: set[str] = set()
         ProcessCollector(registry=self.registry)
@@ -127,6 +130,22 @@ class _PoolCollector(Collector):
                 if value is not None:
                     family.add_metric((view.name,), value)
             yield family
+
+
+class _StagesCollector(Collector):
+    def __init__(self, stages: StageTimes) -> None:
+        self._stages = stages
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        family = CounterMetricFamily(
+            "turnkeep_gateway_stage_cpu_seconds", "Processor time of turns by stage, on whichever thread", labels=("stage",)
+        )
+        for stage, seconds in self._stages.seconds.items():
+            family.add_metric((stage,), seconds)
+        yield family
 
 
 class _SessionsCollector(Collector):

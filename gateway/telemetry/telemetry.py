@@ -11,6 +11,7 @@ from gateway.telemetry.context import trace_context
 from gateway.telemetry.failures import classify
 from gateway.telemetry.metrics import GatewayMetrics
 from gateway.telemetry.names import turn_attributes
+from gateway.telemetry.stages import StageTimes
 from gateway.turn import Receipt, Turn
 from gateway.workers.views import WorkerView
 from prefix_cache.hashing import DIGEST_BYTES
@@ -172,6 +173,11 @@ class Telemetry:
 
             spans = self.metrics.spans
             self._tracing = Tracing(self._config, lambda result, count: spans.labels(result).inc(count))
+
+    @property
+    def stages(self) -> StageTimes:
+        """Where the stages of a turn count their processor time."""
+        return self.metrics.stages
 
     def start_turn(self, operation: Operation, turn: Turn, headers: Mapping[str, str]) -> TurnSpan:
         """`headers`: of the client's request; traceparent and tracestate are honoured."""

@@ -50,14 +50,15 @@ class OpenAIRoutes:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         arrival, session, warnings = await self._arrivals.turn(request)
         model = self._find_model(arrival)
-        turn, options = parse_chat(
-            dict(arrival.body),
-            model=model,
-            session=session,
-            request_id="chatcmpl-" + secrets.token_hex(16),
-            max_choices=self._http.max_choices,
-            warnings=warnings,
-        )
+        with self._pipeline.telemetry.stages.spent("parse"):
+            turn, options = parse_chat(
+                dict(arrival.body),
+                model=model,
+                session=session,
+                request_id="chatcmpl-" + secrets.token_hex(16),
+                max_choices=self._http.max_choices,
+                warnings=warnings,
+            )
         prompt_ids: list[int] = []
 
         async def make_prompts(info: WorkerInfo) -> tuple[Sequence[Prompt], TurnHistory | None]:
