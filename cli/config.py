@@ -23,6 +23,9 @@ from gateway.dispatch import PoolConfig
 from gateway.router.config import RouterConfig
 from gateway.telemetry.config import TelemetryConfig
 from gateway.turns.config import TurnsConfig
+from gateway.watching.config import MissesConfig
+from sessions.gaps.model import GapConfig
+from sessions.redis_link import RedisConfig
 
 Kind = Literal["string", "integer", "number", "boolean", "strings"]
 Decorated = Callable[..., Any]
@@ -64,6 +67,7 @@ PLAIN_SETTINGS: tuple[Setting, ...] = (
     Setting("auth.api_key_file", "api_key_file", "string"),
     Setting("sessions.sources", "session_source", "strings"),
     Setting("sessions.ledger", "ledger", "boolean"),
+    Setting("redis.url", "redis", "string"),
     Setting("router.policy", "policy", "string"),
     Setting("telemetry.otlp", "otlp", "string"),
     Setting("telemetry.otlp_headers", "otlp_header", "strings"),
@@ -76,6 +80,9 @@ GENERATED: Mapping[str, tuple[type[Any], frozenset[str]]] = {
     "sessions": (SessionsConfig, frozenset({"ledger"})),
     "pool": (PoolConfig, frozenset({"models", "aliases", "router"})),
     "turns": (TurnsConfig, frozenset()),
+    "misses": (MissesConfig, frozenset()),
+    "gaps": (GapConfig, frozenset()),
+    "redis": (RedisConfig, frozenset({"url"})),
     "telemetry": (TelemetryConfig, frozenset({"otlp_url", "otlp_headers"})),
 }
 """Tables whose remaining scalar fields become options --TABLE-FIELD. Each with its config class and what is left out."""

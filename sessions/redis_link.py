@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -31,7 +31,7 @@ class RedisConfig:
     server counts as gone. `ttl`: seconds after its last turn for which a session is kept there. `max_entry_bytes`: larger
     sessions are not. `prefix`: of all keys."""
 
-    url: str
+    url: str = field(repr=False)
     budget: float = 0.01
     write_budget: float = 0.05
     retry_interval: float = 0.5
@@ -41,9 +41,14 @@ class RedisConfig:
     prefix: str = "turnkeep"
 
     def __post_init__(self) -> None:
-        if urlsplit(self.url).scheme not in ("redis", "rediss", "unix"):
-            shown = self.url.split("://")[0][:20]
-            raise ValueError(f"the Redis address must be redis://HOST:PORT/DB, rediss://... or unix://PATH, not '{shown}...'")
+        try:
+            parts = urlsplit(self.url)
+            known = parts.scheme in ("redis", "rediss", "unix") and (parts.port is None or parts.port > 0)
+        except ValueError:
+            known = False
+        if not known:
+            # What stands there may hold a password, so it is not repeated.
+            raise ValueError("the Redis address (--redis) must be redis://HOST:PORT/DB, rediss://HOST:PORT/DB or unix://PATH")
         for name in ("budget", "write_budget", "retry_interval", "ttl"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"redis.{name} must be positive, not {getattr(self, name)}")

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from gateway.telemetry.stages import StageTimes
 from gateway.workers.views import WorkerView
+from sessions.shared import SharedSessions
 from sessions.store import StoreStats
 
 # Buckets of gen_ai.server.request.duration, .time_to_first_token and .time_per_output_token, in seconds.
@@ -95,9 +96,35 @@ class GatewayMetrics:
         """Where to find the sessions when somebody scrapes. Call once."""
         self.registry.register(_SessionsCollector(stats))
 
+    def watch_shared_sessions(self, shared: SharedSessions) -> None:
+        """Where to find how it goes with Redis when somebody scrapes. Call once."""
+        self.registry.register(_SharedCollector(shared))
+
     def render(self) -> bytes:
         """The text exposition."""
         return generate_latest(self.registry)
+
+
+class _SharedCollector(Collector):
+    def __init__(self, shared: SharedSessions) -> None:
+        self._shared = shared
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        prefix, shared = "turnkeep_gateway_redis_", self._shared
+        yield GaugeMetricFamily(prefix + "up", "1 while Redis is in use, 0 while it is gone", float(shared.up))
+        yield GaugeMetricFamily(prefix + "unsaved_sessions", "Sessions whose last write waits for Redis", shared.unsaved)
+        calls = CounterMetricFamily(prefix + "calls", "Calls to Redis by how they ended", labels=("operation", "result"))
+        for (operation, result), count in sorted(shared.calls.items()):
+            calls.add_metric((operation, result), count)
+        yield calls
+        events = CounterMetricFamily(prefix + "events", "What happened to entries in Redis", labels=("event",))
+        for event, count in sorted(shared.events.items()):
+            events.add_metric((event,), count)
+        yield events
 
 
 class _PoolCollector(Collector):

@@ -17,6 +17,7 @@ from gateway.workers.views import WorkerView
 from prefix_cache.hashing import DIGEST_BYTES
 from sessions.continuation import Continuation
 from sessions.explain.misses import Miss
+from sessions.shared import SharedSessions
 from sessions.store import StoreStats
 
 if TYPE_CHECKING:
@@ -194,6 +195,10 @@ class Telemetry:
     def watch_sessions(self, stats: Callable[[], StoreStats]) -> None:
         """Where the metrics find the sessions' store. Call once."""
         self.metrics.watch_sessions(stats)
+
+    def watch_shared_sessions(self, shared: SharedSessions) -> None:
+        """Where the metrics find how it goes with Redis. Call once."""
+        self.metrics.watch_shared_sessions(shared)
 
     def continued(self, made: Continuation) -> None:
         """A prompt was made from a session's ledger."""

@@ -333,8 +333,9 @@ async def test_nothing_secret_is_logged(caplog):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"url": "http://x"}, "the Redis address must be redis://"),
-        ({"url": "localhost:6379"}, "the Redis address must be redis://"),
+        ({"url": "http://x"}, "the Redis address .* must be redis://"),
+        ({"url": "localhost:6379"}, "the Redis address .* must be redis://"),
+        ({"url": "redis://:secret@h:port"}, "the Redis address .* must be redis://"),
         ({"budget": 0}, "redis.budget must be positive, not 0"),
         ({"ttl": -1}, "redis.ttl must be positive, not -1"),
         ({"max_timeouts": 0}, "redis.max_timeouts must be at least 1, not 0"),
