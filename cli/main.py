@@ -12,6 +12,7 @@ COMMANDS = {
     "model": "cli.model",
     "bench": "cli.bench",
     "replay": "cli.replay",
+    "explain": "cli.explain",
     "demo": "cli.demo",
 }
 
