@@ -70,6 +70,11 @@ def prefix_names(digests: bytes, scope: bytes = b"") -> list[bytes]:
     return names
 
 
+def prefix_name(digests: bytes, scope: bytes = b"") -> bytes:
+    """The last of `prefix_names`."""
+    return xxhash.xxh3_128_digest(scope + digests)
+
+
 def split_reasoning(text: str, begin: str = "<think>", end: str = "</think>") -> tuple[str, str]:
     """(reasoning with its tags and the white space after it, the rest). The begin tag may stand in the prompt instead."""
     head, found, rest = text.partition(end)

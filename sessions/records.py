@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from sessions.digests import prefix_names
+from sessions.digests import prefix_name
 from sessions.ledger import Ledger
 
 _OVERHEAD = 1500
@@ -55,4 +55,4 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     def prefix_names(self) -> list[bytes]:
         """The names under which requests without a session find it: one for each branch, of all its messages."""
-        return [prefix_names(ledger.messages, ledger.context)[-1] for ledger in self.branches if ledger.messages]
+        return [prefix_name(ledger.messages, ledger.context) for ledger in self.branches if ledger.messages]

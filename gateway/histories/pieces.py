@@ -21,6 +21,7 @@ class PieceRenderer:
         self._tools = tools
         self._stand_ins = (STAND_IN,) if tools else ()
         self._kwargs = kwargs
+        self._head: tuple[list[dict[str, Any]], str] | None = None
 
     def whole(self, messages: Messages, *, prompt: bool = True) -> str:
         """All of it; with the generation prompt if `prompt`. Raises TurnError."""
@@ -32,8 +33,7 @@ class PieceRenderer:
         try:
             if start == 0:
                 return self.whole(messages[:end], prompt=prompt)
-            head = skeleton(messages, start)
-            before = self._render(head, prompt=False)
+            head, before = self._before(messages, start)
             after = self._render([*head, *messages[start:end]], prompt=prompt)
         except TurnError:
             return None
@@ -49,6 +49,13 @@ class PieceRenderer:
         except TurnError:
             return ""
         return after[len(before) :] if after.startswith(before) else ""
+
+    def _before(self, messages: Messages, start: int) -> tuple[list[dict[str, Any]], str]:
+        """The skeleton of `messages[:start]` and its text; the last one is remembered, as parts are asked for twice."""
+        head = skeleton(messages, start)
+        if self._head is None or self._head[0] != head:
+            self._head = (head, self._render(head, prompt=False))
+        return self._head
 
     def _render(self, messages: Messages, *, prompt: bool) -> str:
         return self._renderer.render(messages, self._stand_ins, template_kwargs=self._kwargs, add_generation_prompt=prompt)

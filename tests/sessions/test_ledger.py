@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefix_cache.hashing import block_digests, pack_tokens
-from sessions.digests import NO_MEANING, meaning_digest, message_digests, prefix_names, split_reasoning
+from sessions.digests import NO_MEANING, meaning_digest, message_digests, prefix_name, prefix_names, split_reasoning
 from sessions.ledger import Span, common_blocks, common_messages, extend_blocks
 from tests.sessions.ledgers import ROOT, a_large_ledger, a_ledger
 
@@ -113,6 +113,7 @@ def test_reasoning_is_split_where_it_ends() -> None:
 def test_prefix_names_depend_on_all_before_them_and_on_the_scope() -> None:
     ab = message_digests([{"content": "a"}, {"content": "b"}])
     cb = message_digests([{"content": "c"}, {"content": "b"}])
+    assert prefix_name(ab, b"x") == prefix_names(ab, b"x")[1]
     assert prefix_names(ab)[0] == prefix_names(ab[:16])[0]
     assert prefix_names(ab)[1] != prefix_names(cb)[1]
     assert prefix_names(ab, b"x")[0] != prefix_names(ab, b"y")[0]
