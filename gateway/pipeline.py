@@ -22,6 +22,7 @@ from gateway.workers.protocol import SamplingParams, WorkerInfo
 from grammar.detokenizer import Detokenizer
 from grammar.parser import StreamParser, TextParser
 from grammar.stop import TextStream
+from prefix_cache.hashing import BlockHash
 from sessions.memory_store import MemoryLedgerStore
 from sessions.store import LedgerStore
 
@@ -103,6 +104,10 @@ class Pipeline:
             raise
         decoders = [self._decoder(model, turn, index, plain=plain) for index in range(turn.sampling.n * len(prompts))]
         return RunningTurn(generations, decoders, Usage(prompt_tokens=sum(prompt.num_tokens for prompt in prompts)))
+
+    def residency(self, digests: Sequence[BlockHash]) -> Mapping[str, int]:
+        """How many of a prompt's blocks, from the beginning, each worker holds."""
+        return self._dispatcher.residency(digests)
 
     async def settle(self, history: TurnHistory | None, running: RunningTurn | None) -> None:
         """Writes a turn into its session: with its answer, or, where `running` is None, without one. A store that fails is no

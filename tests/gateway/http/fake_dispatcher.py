@@ -115,6 +115,7 @@ class FakeDispatcher:
         self.generations: list[FakeGeneration] = []
         self.open = 0
         self.closed = asyncio.Event()
+        self.asked = asyncio.Event()
         self.up = True
         self._names = names
         self._info = WorkerInfo(
@@ -129,8 +130,16 @@ class FakeDispatcher:
             max_concurrency=8,
         )
 
+    async def wait_for(self, count):
+        """Until so many requests have come."""
+        async with asyncio.timeout(5):
+            while len(self.requests) < count:
+                self.asked.clear()
+                await self.asked.wait()
+
     async def dispatch(self, **request):
         self.requests.append(request)
+        self.asked.set()
         if self.script.error is not None:
             raise self.script.error
         generation = FakeGeneration(self, self.script, request)
@@ -145,6 +154,9 @@ class FakeDispatcher:
 
     def models(self):
         return self._names
+
+    def residency(self, digests):
+        return {"replica-0": len(digests)}
 
     def supersede(self, model, digests):
         self.superseded.append((model, digests))
