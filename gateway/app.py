@@ -14,6 +14,7 @@ from gateway.apis.endpoint import TurnEndpoint
 from gateway.apis.headers import KNOWN_AS, REQUEST_ID, request_id
 from gateway.apis.openai.errors import error_body
 from gateway.apis.openai.routes import OpenAIRoutes
+from gateway.apis.sessions import SessionRoutes
 from gateway.apis.watching import WatchRoutes
 from gateway.config import GatewayConfig
 from gateway.pipeline import Pipeline
@@ -37,6 +38,7 @@ def make_app(config: GatewayConfig, pipeline: Pipeline, *, reasons: ReadyReasons
     endpoint = TurnEndpoint(pipeline, config.http, TurnRegistry(config.turns))
     OpenAIRoutes(pipeline, endpoint, arrivals, config.http).add_to(app.router)
     WatchRoutes(pipeline, arrivals).add_to(app.router)
+    SessionRoutes(pipeline, arrivals).add_to(app.router)
     _Probes(pipeline, reasons).add_to(app.router)
     app.on_cleanup.append(_closing(pipeline))
     return app

@@ -25,7 +25,7 @@ from gateway.workers.protocol import GenerateRequest, RetentionHint, SamplingPar
 from gateway.workers.replica import ReplicaClient
 from gateway.workers.retention import RetentionHints
 from gateway.workers.views import WorkerView
-from prefix_cache.hashing import JoinedDigests
+from prefix_cache.hashing import BlockHash, JoinedDigests
 from prefix_cache.index import ResidencyIndex
 
 log = logging.getLogger(__name__)
@@ -155,6 +155,9 @@ class PoolDispatcher:
 
     def models(self) -> tuple[str, ...]:
         return self.pool.models()
+
+    def residency(self, digests: Sequence[BlockHash]) -> Mapping[str, int]:
+        return self.index.lookup(digests)
 
     def supersede(self, model: str, digests: bytes) -> None:
         for member in self.pool.candidates(model, frozenset()):

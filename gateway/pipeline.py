@@ -23,6 +23,7 @@ from gateway.workers.protocol import SamplingParams, WorkerInfo
 from grammar.detokenizer import Detokenizer
 from grammar.parser import StreamParser, TextParser
 from grammar.stop import TextStream
+from prefix_cache.hashing import BlockHash
 from sessions.memory_store import MemoryLedgerStore
 from sessions.store import LedgerStore
 
@@ -106,6 +107,10 @@ class Pipeline:
         decoders = [self._decoder(model, turn, index, plain=plain) for index in range(turn.sampling.n * len(prompts))]
         return RunningTurn(generations, decoders, Usage(prompt_tokens=sum(prompt.num_tokens for prompt in prompts)))
 
+    def residency(self, digests: Sequence[BlockHash]) -> Mapping[str, int]:
+        """How many of a prompt's blocks, from the beginning, each worker holds."""
+        return self._dispatcher.residency(digests)
+
     async def settle(self, history: TurnHistory | None, running: RunningTurn | None, *, final: bool = False) -> None:
         """Writes a turn into its session: with its answer, or, where `running` is None, without one. `final`: with its answer
         the session is over. A store that fails is no reason to fail the turn."""
@@ -125,7 +130,7 @@ class Pipeline:
         try:
             await self.keeper.close(history, answered)
             if final and running is not None:
-                await self.keeper.store.delete(history.tenant, history.key)
+                await self.keeper.forget(history.tenant, history.key)
         except Exception:
             log.exception("the ledger of session %s could not be written", history.key)
 

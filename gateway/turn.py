@@ -146,6 +146,9 @@ class Dispatcher(Protocol):
         """What the workers of a model have in common (namespace, block size, context length). Raises TurnError 404 for an
         unknown model, 503 while none of its workers is up."""
 
+    def residency(self, digests: Sequence[bytes]) -> Mapping[str, int]:
+        """Worker -> how many of these blocks, from the first on without a gap, it holds."""
+
     def supersede(self, model: str, digests: bytes) -> None:
         """Blocks (joined digests) that no session will come back to: the workers that hold them may give them up first. Returns
         at once."""

@@ -25,9 +25,9 @@ class WatchRoutes:
         self._arrivals = arrivals
 
     def add_to(self, router: web.UrlDispatcher) -> None:
-        """Registers the endpoints."""
+        """Registers the endpoints: before those of sessions, whose ids may end as this path does."""
         router.add_get("/v1/tools/gaps", self.gaps)
-        router.add_get("/v1/sessions/{id}/misses", self.misses)
+        router.add_get("/v1/sessions/{id:.+}/misses", self.misses)
 
     async def gaps(self, request: web.Request) -> web.Response:
         """`?tool=NAME`: of one tool; `tool=` of turns that called none."""

@@ -25,7 +25,7 @@ from gateway.histories.builder import HistoryBuilder, Match, PromptTooLongError,
 from gateway.histories.orphans import orphaned_blocks
 from gateway.models import ServedModel
 from gateway.telemetry.telemetry import Telemetry
-from gateway.turn import Turn, TurnError
+from gateway.turn import SessionRef, Turn, TurnError
 from gateway.workers.protocol import WorkerInfo
 from grammar.arguments import arguments_object
 from prefix_cache.hashing import DIGEST_BYTES, root_digest
@@ -51,6 +51,7 @@ class TurnHistory:
     tenant: str
     key: str
     model: str
+    session: SessionRef
     record: SessionRecord | None
     continuation: Continuation
     position: int | None = None
@@ -150,6 +151,7 @@ class HistoryKeeper:
             tenant=tenant,
             key=key if key is not None else AUTOMATIC + secrets.token_hex(8),
             model=model.name,
+            session=turn.session,
             record=record,
             continuation=made,
             position=match.position if match is not None and foreign is None else None,
@@ -207,6 +209,20 @@ class HistoryKeeper:
         await self._share(tenant, key, blocks)
         return forked
 
+    async def forget(self, tenant: str, key: str) -> bool:
+        """Closes a session: its ledgers go, and workers may give up the blocks that only it had. False when there is none."""
+        record = await self.store.get(tenant, key)
+        if record is None or not await self.store.delete(tenant, key):
+            return False
+        for position, ledger in enumerate(record.branches):
+            # What branches share is told of once.
+            others = record.branches[:position]
+            empty = msgspec.structs.replace(ledger, blocks=b"", pending=())
+            orphaned = orphaned_blocks(ledger, empty, others, record.shared_blocks)
+            if orphaned:
+                self._supersede(record.model, orphaned)
+        return True
+
     # Inside
 
     async def _recognised(self, tenant: str, text: TurnText) -> str | None:
@@ -258,12 +274,19 @@ class HistoryKeeper:
     ) -> SessionRecord:
         made = history.continuation
         if record is None:
+            shared = made.predecessor.blocks if history.foreign is not None and made.predecessor is not None else b""
             record = SessionRecord(
-                tenant=history.tenant, key=history.key, model=history.model, version=0, named=history.named, created_at=now
+                tenant=history.tenant,
+                key=history.key,
+                model=history.model,
+                version=0,
+                named=history.named,
+                source=history.session.source if history.named else "prefix",
+                parent=history.session.parent or history.foreign,
+                correlation=history.session.correlation,
+                created_at=now,
+                shared_blocks=common_blocks(ledger.blocks, shared),
             )
-            if history.foreign is not None:
-                shared = common_blocks(ledger.blocks, made.predecessor.blocks if made.predecessor is not None else b"")
-                record = msgspec.structs.replace(record, shared_blocks=shared, parent=history.foreign)
         kept = [branch for branch in record.branches if not _is_prefix(branch, ledger)]
         return msgspec.structs.replace(
             record,

@@ -40,11 +40,14 @@ class GapWatch:
         if away is not None:
             self.model.observe(tenant, away.tools, away.seconds)
 
+    def closed(self, tenant: str, session: str) -> None:
+        """The session will not be back."""
+        self._waiting.closed(tenant, session)
+
     def ended(self, turn: Turn, session: str, worker: str, tools: Sequence[str]) -> None:
         """A turn of the session was answered, and called `tools`."""
         tenant, final = turn.session.tenant, turn.session.final
         if final:
-            self._waiting.closed(tenant, session)
             self._retain(worker, RetentionHint(session=session, tenant=tenant, request_id=turn.request_id, state="closed"))
             return
         self._waiting.ended(tenant, session, tools)

@@ -80,9 +80,14 @@ class TurnWatch:
             )
             self.gaps.ended(watched.turn, watched.key, running.workers, called_tools(running))
             if watched.turn.session.final:
-                self.misses.log.forget(watched.turn.session.tenant, watched.key)
+                self.closed(watched.turn.session.tenant, watched.key)
         except Exception:
             log.exception("the end of turn %s could not be watched", watched.turn.request_id)
+
+    def closed(self, tenant: str, key: str) -> None:
+        """The session is over: nothing is remembered of it, and its next turn is not waited for."""
+        self.misses.log.forget(tenant, key)
+        self.gaps.closed(tenant, key)
 
 
 def called_tools(running: RunningTurn) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import orjson
 
 
@@ -39,8 +40,9 @@ class RememberedText:
 
     def conversation(self) -> Conversation:
         """As it was."""
-        head = orjson.loads(self.head)
-        return Conversation([orjson.loads(message) for message in self.messages], head[0], head[1])
+        load = msgspec.json.decode  # unlike orjson it keeps integers of any size
+        head = load(self.head)
+        return Conversation([load(message) for message in self.messages], head[0], head[1])
 
 
 def dump(value: Any) -> bytes:

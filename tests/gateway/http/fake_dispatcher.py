@@ -16,6 +16,7 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 EOS = "<|im_end|>"
+ALL = 10**6
 
 
 def write_model(directory: Path, *, template: str | None = CHATML, adds_bos: bool = False) -> Path:
@@ -65,8 +66,8 @@ class FakeGeneration:
 
     @property
     def cached(self):
-        """The last token of a prompt is always computed."""
-        return min(self.script.cached, self.request["prompt"].num_tokens - 1)
+        """The last token of a prompt is always computed; a script that says ALL leaves it at that."""
+        return self.script.cached if self.script.cached < ALL else self.request["prompt"].num_tokens - 1
 
     async def started(self):
         if self.script.gate is not None:
@@ -121,6 +122,7 @@ class FakeDispatcher:
         self.generations: list[FakeGeneration] = []
         self.open = 0
         self.closed = asyncio.Event()
+        self.asked = asyncio.Event()
         self.up = True
         self._names = names
         self._info = WorkerInfo(
@@ -135,8 +137,16 @@ class FakeDispatcher:
             max_concurrency=8,
         )
 
+    async def wait_for(self, count):
+        """Until so many requests have come."""
+        async with asyncio.timeout(5):
+            while len(self.requests) < count:
+                self.asked.clear()
+                await self.asked.wait()
+
     async def dispatch(self, **request):
         self.requests.append(request)
+        self.asked.set()
         if self.script.error is not None:
             raise self.script.error
         generation = FakeGeneration(self, self.script, request)
@@ -151,6 +161,9 @@ class FakeDispatcher:
 
     def models(self):
         return self._names
+
+    def residency(self, digests):
+        return {"replica-0": len(digests)}
 
     def retain(self, worker, hint):
         self.retained.append((worker, hint))

@@ -8,7 +8,7 @@ import orjson
 from fake_dispatcher import FakeDispatcher, FakeObserver
 
 from gateway.app import make_app
-from gateway.config import GatewayConfig, HttpConfig, ModelConfig
+from gateway.config import GatewayConfig, HttpConfig, ModelConfig, SessionsConfig
 from gateway.models import ModelRegistry, ServedModel
 from gateway.pipeline import Pipeline
 from gateway.server import HttpServer
@@ -66,14 +66,25 @@ class Gateway:
 
 @contextlib.asynccontextmanager
 async def run_gateway(
-    directory, *, api_keys=(), aliases=(), max_model_len=2048, reasons=tuple, turns=None, misses=None, **http
+    directory,
+    *,
+    api_keys=(),
+    aliases=(),
+    max_model_len=2048,
+    reasons=tuple,
+    ledger=True,
+    turns=None,
+    misses=None,
+    **http,
 ):
+    sessions = {name: http.pop(name) for name in ("max_bytes",) if name in http}
     config = GatewayConfig(
         models=(ModelConfig("tiny", directory, aliases),),
         http=HttpConfig(port=0, **http),
         api_keys=api_keys,
         turns=turns or TurnsConfig(),
         misses=misses or MissesConfig(),
+        sessions=SessionsConfig(ledger=ledger, **sessions),
     )
     dispatcher = FakeDispatcher(directory, max_model_len=max_model_len)
     observer = FakeObserver()

@@ -3,14 +3,13 @@
 import asyncio
 
 import pytest
-from fake_dispatcher import FakeGeneration, Script
+from fake_dispatcher import ALL, FakeGeneration, Script
 from gateway_harness import run_gateway
 
 from gateway.turn import Receipt
 from gateway.watching.config import MissesConfig
 
 CHAT = "/v1/chat/completions"
-ALL = 10**6
 SYSTEM = "You look after a warehouse. Today is {}. Be brief, and say what you do not know."
 SESSION = {"Session-ID": "s1"}
 TOOLS = [
