@@ -1,13 +1,17 @@
 """Two gateways that share sessions through a real Redis: a turn may land on either, whatever happens to Redis meanwhile."""
 
 import contextlib
+import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
+from dataclasses import dataclass
 
 import pytest
 import redis as sync_redis
@@ -70,14 +74,35 @@ def until(condition, seconds=20):
         time.sleep(0.05)
 
 
+@dataclass
+class Setting:
+    redis: object
+    socket: object
+    one: object
+    two: object
+
+    def __iter__(self):
+        return iter((self.redis, self.one, self.two))
+
+    def replica(self, path):
+        """What the replica itself answers."""
+        connection = http.client.HTTPConnection("replica", timeout=30)
+        connection.sock = socket.socket(socket.AF_UNIX)
+        connection.sock.connect(str(self.socket))
+        connection.request("GET", path)
+        answer = json.loads(connection.getresponse().read())
+        connection.close()
+        return answer
+
+
 @pytest.fixture(scope="module")
 def setting(smollm2_dir, tmp_path_factory):
     with redis_server() as server:
-        socket = tmp_path_factory.mktemp("sockets") / "replica.sock"
+        socket_path = tmp_path_factory.mktemp("sockets") / "replica.sock"
         arguments = ("--redis", server.url, "--redis-retry-interval", 0.1, "--redis-budget", 0.2, "--model", smollm2_dir)
-        with simulated_replica(smollm2_dir, socket) as worker:
+        with simulated_replica(smollm2_dir, socket_path) as worker:
             with serve("--worker", worker, *arguments) as one, serve("--worker", worker, *arguments) as two:
-                yield server, one, two
+                yield Setting(server, socket_path, one, two)
 
 
 def test_turns_land_on_either_gateway_and_reuse_everything(setting):
@@ -145,3 +170,38 @@ def test_tool_gaps_are_shared(setting):
     until(lambda: known(two.url))
     assert [row["tool"] for row in known(two.url)] == [None]
     assert known(two.url)[0]["weight"] > 3
+
+    def waiting():
+        return {entry["hint"]["session"]: entry["hint"] for entry in setting.replica("/v1/retain")["sessions"]}
+
+    # What was learned on one gateway reaches the replica with a turn that the other served.
+    client.turn(two.url, "on the other one")
+    until(lambda: "with pauses" in waiting() and waiting()["with pauses"].get("return_p50"))
+    hint = waiting()["with pauses"]
+    assert 0 < hint["return_p50"] <= hint["return_p90"] < 60
+    assert hint["weight"] > 3
+
+
+def test_a_retry_is_one_generation_on_the_replica(setting):
+    _, one, _ = setting
+    client = Client("retried")
+    client.turn(one.url, "begin")
+    before = setting.replica("/v1/stats")["requests_total"]
+    messages = [*client.messages, {"role": "user", "content": "Take your time."}]
+    body = json.dumps({"messages": messages, "max_tokens": 400, "ignore_eos": True, "temperature": 1.0}).encode()
+    headers = {"Content-Type": "application/json", "Session-ID": "retried"}
+    answers = []
+
+    def send():
+        with urllib.request.urlopen(urllib.request.Request(one.url + "/v1/chat/completions", body, headers), timeout=60) as got:
+            answers.append((json.load(got), got.headers.get("X-Turnkeep-Attached")))
+
+    tries = [threading.Thread(target=send) for _ in range(3)]
+    for thread in tries:
+        thread.start()
+    for thread in tries:
+        thread.join(60)
+    assert len({answer["id"] for answer, _ in answers}) == 1
+    assert len({answer["choices"][0]["message"]["content"] for answer, _ in answers}) == 1
+    assert sorted(attached is None for _, attached in answers) == [False, False, True]
+    assert setting.replica("/v1/stats")["requests_total"] == before + 1

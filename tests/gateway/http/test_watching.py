@@ -2,6 +2,7 @@
 
 import asyncio
 
+import orjson
 import pytest
 from fake_dispatcher import ALL, FakeGeneration, Script
 from gateway_harness import run_gateway
@@ -272,6 +273,28 @@ async def test_a_watch_that_fails_fails_no_turn(gateway, monkeypatch, caplog):
     await agent.say("one")
     await agent.say("two")
     assert "could not be watched" in caplog.text
+
+
+@pytest.mark.parametrize("name", [bytes(range(0x21, 0x100)) * 50, b"x" * 10_240, b"\xff" * 10_240, b"a" * 20_000], ids=len)
+async def test_session_ids_of_any_bytes_and_length_are_ids(gateway, name):
+    """Two turns of it belong together, and what is kept of the name is short."""
+    name = name.replace(b"\x7f", b"")
+    host, port = gateway.url.removeprefix("http://").split(":")
+    messages = [{"role": "user", "content": "hi"}]
+    for _ in range(2):
+        gateway.dispatcher.script = Script("Fine.", cached=ALL)
+        data = orjson.dumps({"messages": messages})
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nSession-ID: " + name
+        writer.write(head + b"\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+        answer = await reader.read()
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 200 OK"), answer[:200]
+        assert b"X-Turnkeep-Session: sha256:" in answer
+        messages += [{"role": "assistant", "content": "Fine."}, {"role": "user", "content": "more"}]
+    page = await gateway.pipeline.keeper.store.page("", after=None, limit=10)
+    [record] = page.records
+    assert (record.turns, len(record.key)) == (2, len("sha256:") + 64)
 
 
 async def test_a_million_sessions_are_watched_in_bounded_memory(gateway):
