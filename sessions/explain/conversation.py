@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-import orjson
+
+_ENCODER = msgspec.json.Encoder()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +47,11 @@ class RememberedText:
 
 
 def dump(value: Any) -> bytes:
-    """JSON text of a value: of what orjson does not write (integers beyond 64 bits) too, of what is too deep an empty one."""
+    """JSON text of a value: of integers beyond 64 bits and half surrogate pairs too, of what is too deep an empty one."""
     try:
-        return orjson.dumps(value)
-    except orjson.JSONEncodeError:
+        # Not orjson, whose texts take four kilobytes each however short they are, which is no matter unless they are kept.
+        return _ENCODER.encode(value)
+    except (OverflowError, UnicodeError, TypeError, RecursionError):
         try:
             return json.dumps(value, default=str).encode()
         except (RecursionError, ValueError, TypeError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -95,7 +95,7 @@ def _place(miss: Miss) -> str:
 @dataclass(slots=True)
 class _Session:
     text: RememberedText | None = None
-    misses: deque[Miss] = field(default_factory=deque)
+    misses: list[Miss] = field(default_factory=list)
     nbytes: int = 0
 
 
@@ -151,7 +151,7 @@ class MissLog:
         known = self._sessions.get((tenant, session)) or _Session()
         known.misses.append(miss)
         if len(known.misses) > self._per_session:
-            known.misses.popleft()
+            del known.misses[0]
         self._put((tenant, session), known)
 
     def misses(self, tenant: str, session: str) -> tuple[Miss, ...]:

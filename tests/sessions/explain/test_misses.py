@@ -1,5 +1,7 @@
 """What is remembered of misses, in bounds, and what is advised."""
 
+import tracemalloc
+
 from sessions.explain.causes import first_difference
 from sessions.explain.conversation import Conversation
 from sessions.explain.misses import Miss, MissLog, advice_from
@@ -76,3 +78,18 @@ def test_the_costliest_comes_first_and_a_place_in_the_history_moves_on_with_it()
     first, second = advice_from([*again, *tools])
     assert (first.cause, first.path, first.saved_seconds_per_turn) == ("tools_reordered", "", None)
     assert (second.path, second.times) == ("messages[*].tool_calls[0].function.arguments", 3)
+
+
+def test_the_bound_is_one_on_real_memory():
+    """What it says that it takes, and what it takes."""
+    log = MissLog(4_000_000)
+    tracemalloc.start()
+    try:
+        for number in range(10_000):
+            log.remember("tenant", f"session {number}" * 8, said("x" * 200, "y" * 50), 0)
+            log.add("tenant", f"session {number}" * 8, miss())
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert log.nbytes <= 4_000_000
+    assert taken < 1.5 * log.nbytes
