@@ -64,6 +64,7 @@ async def serve(ports: list[int]) -> None:
         runner = web.AppRunner(Backend().app(), access_log=None)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", port).start()
+    print("ready", flush=True)
     await asyncio.get_running_loop().create_future()
 
 
