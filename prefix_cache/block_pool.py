@@ -126,6 +126,7 @@ class BlockPool:
     def free(self, table: Sequence[int]) -> None:
         """Drops one reference from each block of a sequence's table, given in the order of the sequence. What nobody refers
         to any more becomes cached, the tail to be evicted first, or free. Raises IntegrityError on one reference too many."""
+        superseded: list[int] = []
         for block in reversed(table):
             if self._references[block] <= 0:
                 raise IntegrityError(f"block {block} was given back more often than it was taken")
@@ -135,9 +136,12 @@ class BlockPool:
                     self._free.append(block)
                 else:
                     self._policy.add(block)
-                    if block in self._superseded:
-                        self._policy.supersede(block)
-                self._superseded.discard(block)
+                if block in self._superseded:
+                    self._superseded.discard(block)
+                    superseded.append(block)
+        # The tail was left first and must go first, so it is named last.
+        for block in reversed(superseded):
+            self._policy.supersede(block)
 
     def supersede(self, digests: Iterable[BlockHash]) -> int:
         """Nobody will ask for these blocks again: they are given up before all others, the last of them first. `digests` in the
