@@ -6,6 +6,10 @@
     continuation.py   what a turn takes over from a ledger, and where the two part
     records.py        a session: its ledgers, one for each branch, and its totals
     store.py          where records are kept: the protocol; memory_store.py: in this process, bounded by bytes
+    codec.py          a record as bytes; redis_store.py: records in Redis (redis_link.py, redis_scripts.py); shared.py: both
+    gaps/             how long sessions are away, by the tool they called
+    explain/          why a turn reused less than its predecessor left
+    nonces.py         what clients put in prompts and change with every request
 
 It imports only prefix_cache. Rendering and tokenising stand in the gateway (gateway/histories).
 """

@@ -209,10 +209,15 @@ SOURCES: Mapping[str, Callable[[_Request], Found | None]] = {
 
 DEFAULT_ORDER: tuple[str, ...] = tuple(SOURCES)
 
+_NEEDS: Mapping[str, str] = {name: name.split(".")[1] if name.startswith("body.") else name for name in SOURCES}
+"""The header or the field at the top of the body without which a source says nothing."""
+
 GROUPING_SOURCES = frozenset({"x-smg-routing-key", "body.prompt_cache_key", "correlation-id", "x-correlation-id"})
 """Sources whose value several conversations may share by design: a job, a routing or cache hint. Two turns with one such
 name are not thereby two tries of one turn."""
 
+_JOBS = frozenset({"correlation-id", "x-correlation-id"})
+_FINAL = ("session-final", "x-session-final", "x-dynamo-session-final")
 _TRUE = frozenset({"1", "true", "yes", "on"})
 
 
@@ -239,12 +244,15 @@ def identify(
     Raises KeyError when `order` names a source that is not in `SOURCES`.
     """
     request = _Request(headers, body)
-    group = request.header("correlation-id") or request.header("x-correlation-id")
+    # Most requests have one or two of twenty: one look at what is there instead of twenty for what may be.
+    present = {name.lower() for name in headers}
+    group = request.header("correlation-id") or request.header("x-correlation-id") if present & _JOBS else None
     first: Found | None = None
     source: str | None = None
     conflicts: list[str] = []
     for name in order:
-        if first is not None and name in GROUPING_SOURCES:
+        needed = _NEEDS[name]
+        if needed not in (body if name.startswith("body.") else present) or (first is not None and name in GROUPING_SOURCES):
             continue
         found = SOURCES[name](request)
         if found is None:
@@ -260,13 +268,13 @@ def identify(
         parent=bounded_key(first.parent) if first is not None and first.parent and first.parent != first.key else None,
         correlation=bounded_key(group) if group else None,
         conflicts=tuple(conflicts),
-        final=first is not None and _is_final(request),
+        final=first is not None and not present.isdisjoint(_FINAL) and _is_final(request),
         ttl=_ttl(body),
     )
 
 
 def _is_final(request: _Request) -> bool:
-    for name in ("session-final", "x-session-final", "x-dynamo-session-final"):
+    for name in _FINAL:
         value = request.header(name)
         if value is not None:
             return value.lower() in _TRUE
