@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import psutil
 
-_STAGE = re.compile(r'^turnkeep_gateway_stage_seconds_total\{stage="(\w+)"\} (\S+)$', re.MULTILINE)
+_STAGE = re.compile(r'^turnkeep_gateway_stage_cpu_seconds_total\{stage="(\w+)"\} (\S+)$', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,7 +168,7 @@ class _StagesCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         family = CounterMetricFamily(
-            "turnkeep_gateway_stage_seconds", "Time that turns spent in a stage, waiting excluded", labels=("stage",)
+            "turnkeep_gateway_stage_cpu_seconds", "Processor time of turns by stage, on whichever thread", labels=("stage",)
         )
         for stage, seconds in self._stages.seconds.items():
             family.add_metric((stage,), seconds)
