@@ -48,10 +48,13 @@ class RunningTurn:
         self._prompt_tokens = usage.prompt_tokens
         self._seconds = [(0.0, 0.0)] * len(generations)
         self._closing: asyncio.Future[None] | None = None
+        self._released: tuple[tuple[Receipt, ...], tuple[ChoiceState, ...]] | None = None
 
     @property
     def receipts(self) -> tuple[Receipt, ...]:
         """Where the prompts went, in order."""
+        if self._released is not None:
+            return self._released[0]
         return tuple(generation.receipt for generation in self._generations)
 
     @property
@@ -72,7 +75,14 @@ class RunningTurn:
     @property
     def choices(self) -> tuple[ChoiceState, ...]:
         """What the choices have said so far."""
+        if self._released is not None:
+            return self._released[1]
         return tuple(decoder.state for decoder in self._decoders)
+
+    def release(self) -> None:
+        """After the end: keeps what was said, where, and at what cost; prompts, connections and parsers go."""
+        self._released = (self.receipts, self.choices)
+        self._generations, self._decoders = (), ()
 
     async def started(self) -> None:
         """Waits until every prompt has left its worker's queue; then `usage.cached_tokens` is known. Raises TurnError."""

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import orjson
 import xxhash
 
-from gateway.apis.codec import Answer
+from gateway.apis.codec import Answer, AnswerIdentity
 from gateway.turn import SessionRef, TurnError
 from gateway.turns.config import TurnsConfig
 from gateway.turns.shared import EventBudget, Reader, Settle, SharedTurn, Start
@@ -31,6 +31,8 @@ from sessions.identity import GROUPING_SOURCES, SOURCES, bounded_key
 IDEMPOTENCY_KEY = "Idempotency-Key"
 
 How = Literal["running", "finished"]
+_ENTRY_BYTES = 4000
+_ID_BYTES = 40
 _DELIVERY = ("stream", "stream_options")
 _Key = tuple[str, str, str, str]
 
@@ -42,12 +44,13 @@ class _Entry:
     key: _Key
     keyed: bool
     shared: SharedTurn
-    answer: Answer
+    answer: AnswerIdentity
     request_id: str
     body: Mapping[str, Any] | None
     told: bool = False
     digest: bytes = b""
     expires_at: float = 0.0
+    nbytes: int = 0
 
 
 @dataclass(slots=True)
@@ -55,7 +58,7 @@ class Joined:
     """A request's part in a turn. `how` None: it began the turn; else `first` is the id of the request that did."""
 
     reader: Reader
-    answer: Answer
+    answer: AnswerIdentity
     first: str
     how: How | None = None
     refused: bool = False
@@ -109,9 +112,9 @@ class TurnRegistry:
                 if not refused:
                     return Joined(entry.shared.read(), entry.answer, entry.request_id, how, _entry=entry)
         shared = SharedTurn(start, settle, budget=self._budget, max_bytes=self._config.max_turn_bytes, keep=key is not None)
-        joined = Joined(shared.read(), answer, request_id, refused=refused)
+        joined = Joined(shared.read(), answer.identity, request_id, refused=refused)
         if key is not None:
-            entry = _Entry(key, idempotency_key is not None, shared, answer, request_id, body)
+            entry = _Entry(key, idempotency_key is not None, shared, answer.identity, request_id, body)
             joined._entry = entry
             self._running.setdefault(key, []).append(entry)
         return joined
@@ -163,10 +166,14 @@ class TurnRegistry:
             entry.shared.forget()
             return
         entry.digest = _digest(body or {})
+        entry.shared.slim()
+        # What was said is held twice, as events and as the whole, and ids of prompts beside it.
+        entry.nbytes = _ENTRY_BYTES + entry.shared.bytes + _ID_BYTES * _count(entry.answer.prompt_ids)
+        self._budget.free -= entry.nbytes
         entry.expires_at = self._clock() + self._config.answer_ttl
         replaced = self._finished.pop(entry.key, None)
         if replaced is not None:
-            replaced.shared.forget()
+            self._drop(replaced)
         self._finished[entry.key] = entry
         self._expire()
 
@@ -178,7 +185,11 @@ class TurnRegistry:
             if oldest.expires_at > now and len(self._finished) <= self._config.max_answers and self._budget.free >= 0:
                 return
             self._finished.popitem(last=False)
-            oldest.shared.forget()
+            self._drop(oldest)
+
+    def _drop(self, entry: _Entry) -> None:
+        entry.shared.forget()
+        self._budget.free += entry.nbytes
 
 
 def idempotency_key(headers: Mapping[str, str]) -> str | None:
@@ -192,6 +203,10 @@ def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
         return True
     names = (one.keys() | other.keys()).difference(_DELIVERY)
     return all(name in one and name in other and one[name] == other[name] for name in names)
+
+
+def _count(ids: Sequence[Any]) -> int:
+    return sum(len(item) if isinstance(item, list) else 1 for item in ids)
 
 
 def _digest(body: Mapping[str, Any]) -> bytes:

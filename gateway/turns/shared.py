@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,8 +35,8 @@ class Begun:
     watched: WatchedTurn | None = None
 
 
-Start = Callable[[], Awaitable[Begun]]
-Settle = Callable[[Begun, bool], Awaitable[None]]
+Start = Callable[[], Coroutine[Any, Any, Begun]]
+Settle = Callable[[Begun, bool], Coroutine[Any, Any, None]]
 """Writes a turn into its session, complete or not. Once, and before any reader hears of the end: the next may follow."""
 
 
@@ -65,6 +65,7 @@ class SharedTurn:
         self._settle: Settle | None = settle
         self._starting: asyncio.Future[Begun] = asyncio.ensure_future(start())
         self._queued: asyncio.Future[None] = asyncio.ensure_future(self._wait_queued())
+        self._settling: asyncio.Future[None] | None = None
         self._pulling: asyncio.Future[None] | None = None
         self._closing: asyncio.Future[None] | None = None
 
@@ -102,6 +103,14 @@ class SharedTurn:
         """Keeps no more events than its readers need."""
         self._whole = False
         self._trim()
+
+    def slim(self) -> None:
+        """After its end, where its answer is kept: its prompt, its conversation and its connections go."""
+        running = self._starting.result().running
+        running.release()
+        self._source = None
+        self._starting = asyncio.get_running_loop().create_future()
+        self._starting.set_result(Begun(running))
 
     async def begun(self) -> Begun:
         """The turn, once its prompts are on their workers. Raises TurnError."""
@@ -210,7 +219,10 @@ class SharedTurn:
     async def _settle_once(self, *, complete: bool) -> None:
         settle, self._settle = self._settle, None
         if settle is not None:
-            await settle(self._starting.result(), complete)
+            self._settling = asyncio.ensure_future(settle(self._starting.result(), complete))
+        if self._settling is not None:
+            # A reader that leaves meanwhile must not cut it short.
+            await asyncio.shield(self._settling)
 
 
 class Reader:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.apis.codec import Answer
+from gateway.apis.codec import AnswerIdentity
 from gateway.apis.openai.chat_request import ChatOptions
 from gateway.apis.openai.errors import error_body
 from gateway.apis.openai.logprobs import chat_logprobs
@@ -45,11 +45,13 @@ class ChatAnswer:
         self._envelope = {"id": turn.request_id, "created": created, "model": model.name, "system_fingerprint": fingerprint}
         self._withheld: dict[int, _Withheld] = {}
 
-    def adopt(self, first: Answer) -> None:
-        if not isinstance(first, ChatAnswer):
-            raise TypeError(f"an answer of {first.dialect} is none of {self.dialect}")
-        self._envelope = first._envelope
-        self._prompt_ids = first._prompt_ids
+    @property
+    def identity(self) -> AnswerIdentity:
+        return AnswerIdentity(self._envelope, self._prompt_ids)
+
+    def adopt(self, identity: AnswerIdentity) -> None:
+        self._envelope = dict(identity.envelope)
+        self._prompt_ids = identity.prompt_ids
 
     def body(self, running: RunningTurn) -> dict[str, Any]:
         body: dict[str, Any] = {

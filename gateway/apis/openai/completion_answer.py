@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.apis.codec import Answer
+from gateway.apis.codec import AnswerIdentity
 from gateway.apis.openai.completion_request import CompletionOptions
 from gateway.apis.openai.errors import error_body
 from gateway.apis.openai.logprobs import completion_logprobs
@@ -49,11 +49,13 @@ class CompletionAnswer:
         }
         self._offsets: dict[int, int] = {}
 
-    def adopt(self, first: Answer) -> None:
-        if not isinstance(first, CompletionAnswer):
-            raise TypeError(f"an answer of {first.dialect} is none of {self.dialect}")
-        self._envelope = first._envelope
-        self._prompt_ids = first._prompt_ids
+    @property
+    def identity(self) -> AnswerIdentity:
+        return AnswerIdentity(self._envelope, self._prompt_ids)
+
+    def adopt(self, identity: AnswerIdentity) -> None:
+        self._envelope = dict(identity.envelope)
+        self._prompt_ids = identity.prompt_ids
 
     def body(self, running: RunningTurn) -> dict[str, Any]:
         choices = []

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import gc
+import tracemalloc
 
 import orjson
 import pytest
@@ -316,3 +318,36 @@ async def test_a_turn_that_says_too_much_is_not_attached_to_as_a_stream(tiny_mod
 def test_settings_that_cannot_be_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         TurnsConfig(**fields)
+
+
+async def test_a_kept_answer_holds_neither_its_prompt_nor_its_conversation(tiny_model):
+    async with run_gateway(tiny_model, max_model_len=10**6) as gateway:
+
+        async def ask(number):
+            prompt = [{"role": "user", "content": f"{number}" + "x" * 20_000}]
+            return await gateway.json(CHAT, {"messages": prompt}, headers={"Idempotency-Key": f"k{number}"})
+
+        def forget():
+            """All that others than the kept answers hold."""
+            gateway.dispatcher.requests.clear()
+            gateway.dispatcher.generations.clear()
+            gateway.observer.records.clear()
+            gateway.pipeline.watch.misses.log._sessions.clear()
+            gateway.pipeline.keeper.store._records.clear()
+            gateway.pipeline.keeper.store._by_name.clear()
+            gc.collect()
+
+        await ask("warm")
+        forget()
+        tracemalloc.start()
+        try:
+            before = tracemalloc.get_traced_memory()[0]
+            for number in range(20):
+                await ask(number)
+            forget()
+            taken = tracemalloc.get_traced_memory()[0] - before
+        finally:
+            tracemalloc.stop()
+        assert taken < 800_000  # the prompts of twenty would be 400,000 characters and four times that in ids
+        assert (await ask(19))["choices"][0]["message"]["content"] == "Hello there"
+        assert gateway.dispatcher.requests == []
