@@ -143,7 +143,10 @@ class RedisLedgerStore:
         if theirs is None:
             return mine
         records = {record.key: record for record in theirs[0]}
+        ended = await self._ended_elsewhere(tenant, [record.key for record in mine.records if record.key not in records])
         for record in mine.records:
+            if record.key in ended:
+                continue
             known = records.get(record.key)
             if known is None or record.version > known.version:
                 records[record.key] = record
@@ -224,6 +227,21 @@ class RedisLedgerStore:
         return await self._link.call(
             "delete", lambda redis: self._delete_script(keys=keys, args=args, client=redis), None, budget=budget
         )
+
+    async def _ended_elsewhere(self, tenant: str, keys: Sequence[str]) -> set[str]:
+        """Which of these another gateway has deleted: their copies here go too."""
+
+        async def read(redis: Redis) -> list[Any]:
+            async with redis.pipeline(transaction=False) as pipe:
+                for key in keys:
+                    pipe.hget(self._session(tenant, key), "v")
+                return await pipe.execute()
+
+        versions = await self._link.call("page", read, None, budget=_PAGE_BUDGET) if keys else []
+        ended = {key for key, version in zip(keys, versions or (), strict=False) if version == _TOMBSTONE}
+        for key in ended:
+            await self._local.delete(tenant, key)
+        return ended
 
     async def _remote_page(self, tenant: str, after: str | None, limit: int) -> tuple[list[SessionRecord], bool] | None:
         low = b"-" if after is None else b"(" + after.encode()

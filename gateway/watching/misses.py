@@ -19,6 +19,7 @@ from gateway.turn import Turn
 from gateway.watching.config import MissesConfig
 from prefix_cache.hashing import TOKEN_BYTES, unpack_tokens
 from sessions.continuation import Divergence
+from sessions.digests import DIGEST_BYTES, message_digest
 from sessions.explain.causes import Cause, Difference, first_difference
 from sessions.explain.conversation import Conversation
 from sessions.explain.misses import Miss, MissLog
@@ -128,8 +129,11 @@ class MissExplainer:
             rate.tokens = rate.tokens * _RATE_KEEPS + computed
 
     def _diverged(self, turn: Turn, history: TurnHistory, conversation: Conversation, divergence: Divergence) -> Miss:
-        # The text that is known is that of the session's last turn, which is its newest branch.
+        # The text that is known is that of the session's last turn here, which is its newest branch unless another gateway
+        # has served it since.
         before = self.log.previous(history.tenant, history.key) if history.position in (0, None) else None
+        if before is not None and not _is_text_of(before, _predecessor(history)):
+            before = None
         difference = first_difference(before, conversation) if before is not None else None
         if difference is None:
             cause = "template" if before is not None else _UNKNOWN_TEXT[divergence.cause]
@@ -170,6 +174,15 @@ class MissExplainer:
     def _seconds(self, model: str, tokens: int) -> float | None:
         rate = self._rates.get(model)
         return tokens * rate.seconds / rate.tokens if rate is not None and rate.tokens > 0 else None
+
+
+def _is_text_of(conversation: Conversation, ledger: Ledger | None) -> bool:
+    """Whether a ledger is that of the conversation, with or without the answer. The last message that was sent says so: answers
+    may have come back with other words."""
+    if ledger is None or not 0 <= len(conversation.messages) - ledger.num_messages <= 1:
+        return False
+    last = conversation.messages[ledger.num_messages - 1] if ledger.num_messages else {}
+    return message_digest(last) == ledger.messages[-DIGEST_BYTES:]
 
 
 def _predecessor(history: TurnHistory) -> Ledger | None:

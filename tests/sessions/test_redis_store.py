@@ -164,6 +164,7 @@ async def test_pages_show_all_gateways_sessions_in_order(gateways, client):
     assert keys == [["s0", "s1", "s2"], ["s3", "s4", "s5"], ["s6"]]
     assert after is None
     await two.delete("t", "s3")
+    assert [record.key for record in (await one.page("t", after="s2", limit=9)).records] == ["s4", "s5", "s6"]
     assert [record.key for record in (await gateways().page("t", after="s2", limit=9)).records] == ["s4", "s5", "s6"]
 
 

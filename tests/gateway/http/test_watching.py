@@ -175,6 +175,20 @@ async def test_where_the_text_is_not_known_any_more_the_place_still_is(tiny_mode
         assert (await agent.say("three")).startswith("history_edited; path=messages[1]; tokens=")
 
 
+async def test_text_of_a_turn_that_is_not_the_last_one_is_not_compared(gateway):
+    """As when another gateway has served the session since."""
+    agent = Agent(gateway)
+    await agent.say("one")
+    log = gateway.pipeline.watch.misses.log
+    [session] = log._sessions.values()
+    earlier = list(session.text.messages)
+    await agent.say("two")
+    session.text.messages[:] = earlier
+    agent.messages[3]["content"] = "edited, and longer than it was before"
+    assert (await agent.say("three")).startswith("history_edited; path=messages[3]; tokens=")
+    assert "before" not in (await agent.misses())["data"][0]
+
+
 async def test_another_tenant_sees_no_misses_and_no_gaps(gateway):
     agent = Agent(gateway, {**SESSION, "Authorization": "Bearer A"})
     await agent.say("one")

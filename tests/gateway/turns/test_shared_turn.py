@@ -206,3 +206,29 @@ async def test_the_last_one_to_leave_while_it_starts_ends_the_start():
     await two.aclose()
     assert cancelled.is_set()
     assert shared.failed
+
+
+async def test_a_ledger_is_written_also_when_the_last_reader_leaves_meanwhile():
+    turn = Turn(1)
+    turn.go_on.release()
+    writing, go_on, written = asyncio.Event(), asyncio.Event(), []
+
+    async def settle(begun, complete):
+        writing.set()
+        await go_on.wait()
+        written.append(complete)
+
+    shared = SharedTurn(turn.start, settle, budget=EventBudget(TOTAL), max_bytes=10**5, keep=True)
+    reader = shared.read()
+    seen = []
+    task = asyncio.create_task(read(reader, seen))
+    await asyncio.wait_for(writing.wait(), 5)
+    assert seen == [0]  # nobody hears of the end before it is written
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    leaving = asyncio.create_task(reader.aclose())
+    await soon()
+    go_on.set()
+    await asyncio.wait_for(leaving, 5)
+    assert written == [True]
+    assert turn.closed == 1
