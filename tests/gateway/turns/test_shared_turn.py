@@ -223,7 +223,7 @@ async def test_a_ledger_is_written_also_when_the_last_reader_leaves_meanwhile():
     seen = []
     task = asyncio.create_task(read(reader, seen))
     await asyncio.wait_for(writing.wait(), 5)
-    assert seen == [0]  # nobody hears of the end before it is written
+    assert not task.done()  # nobody hears of the end of the stream before it is written
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     leaving = asyncio.create_task(reader.aclose())
