@@ -31,7 +31,7 @@ import msgspec
 import xxhash
 
 from prefix_cache.hashing import DIGEST_BYTES as BLOCK_BYTES
-from prefix_cache.hashing import TOKEN_BYTES, iter_block_digests
+from prefix_cache.hashing import TOKEN_BYTES, iter_block_digests, unpack_tokens
 from sessions.digests import DIGEST_BYTES, NO_MEANING
 
 _SPAN = struct.Struct("<IIQQ16s")
@@ -192,6 +192,14 @@ def common_blocks(left: bytes, right: bytes) -> int:
         else:
             high = middle - 1
     return low
+
+
+def common_tokens(left: bytes, right: bytes, known: int = 0) -> int:
+    """How many ids two prompts (packed) share from the beginning; they are known to share `known`."""
+    one, two = unpack_tokens(left)[known:], unpack_tokens(right)[known:]
+    size = min(len(one), len(two))
+    different = (one[:size] != two[:size]).nonzero()[0]
+    return known + (int(different[0]) if len(different) else size)
 
 
 def extend_blocks(blocks: bytes, tokens: bytes, root: bytes, block_size: int) -> bytes:
