@@ -253,6 +253,9 @@ def test_what_takes_long_is_not_made_on_the_event_loop(family_model):
     agent.answer(said("b"), agent.ids("b"))
     assert quick(*history, user("a"))
     assert quick(*history, user("a"), said("b"), user("c"))
-    # This template strips the reasoning now that a user speaks again, so all of it is rendered.
-    assert not quick(*history, user("a"), said("b", reasoning_content="hm"), user("c"))
     assert not quick(*history, user("a"), said("b"), user("c " * 8000))
+    # Once a user speaks again, this template strips the reasoning of the calls before, so all of it is rendered.
+    thinking = [*history, user("a"), {**called(("read", {})), "reasoning_content": "hm"}, result("x")]
+    agent.send(*thinking, tools=TOOLS)
+    assert quick(*thinking, called(("read", {})), result("y"), tools=TOOLS)
+    assert not quick(*thinking, said("b"), user("c"), tools=TOOLS)
