@@ -69,7 +69,7 @@ class SessionsConfig:
 
     ledger: bool = True
     max_bytes: int = 512 * MIB
-    max_branches: int = 4
+    max_branches: int = 8
     restore_reasoning: bool = True
     check_every: int = 64
 

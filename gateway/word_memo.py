@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 
 _MAX_WORDS = 65_536
 _MAX_WORD = 64
+_MAX_TEXT = 2**20
 _FEW = 8
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # Between two digits the text is cut before the expression sees it, so that its end may be a digit as well.
@@ -61,7 +62,7 @@ class WordMemo:
 
     def encode(self, text: str) -> bytes | None:
         """Packed ids of `text`, without the special tokens that go around a prompt. None: ask the tokenizer."""
-        if not text.isascii():
+        if len(text) > _MAX_TEXT or not text.isascii():
             return None
         parts: list[bytes] = []
         for at, piece in enumerate(self._added.split(text)):

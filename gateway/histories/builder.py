@@ -11,12 +11,13 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from gateway.histories.cutting import Cutter
+from gateway.histories.growth import Growth
+from gateway.histories.matching import Match, TurnText, best_match
 from gateway.histories.pieces import PieceRenderer
 from gateway.histories.splicing import Returned, find_returned, frame_of, reasoning_of
 from gateway.histories.stability import Stability, TurnKind
@@ -25,12 +26,10 @@ from gateway.rendering import tool_dict
 from gateway.turn import Turn
 from prefix_cache.hashing import TOKEN_BYTES, pack_tokens, unpack_tokens
 from sessions.continuation import Continuation, Divergence, Path
-from sessions.digests import DIGEST_BYTES, NO_MEANING, context_digest, meaning_digest, message_digests, split_reasoning
+from sessions.digests import context_digest, meaning_digest, message_digests, split_reasoning
 from sessions.ledger import (
     Generated,
     Ledger,
-    Span,
-    common_messages,
     common_tokens,
     extend_blocks,
     pack_spans,
@@ -56,28 +55,6 @@ class _NotSplicedError(Exception):
     """Why an answer whose text was completed is not spliced, in a word of docs/sessions.md."""
 
 
-@dataclass(frozen=True, slots=True)
-class TurnText:
-    """What a turn is compared by. `digests`: of its messages, joined; `context`: of all else that shapes its prompt."""
-
-    digests: bytes
-    context: bytes
-    kwargs_name: bytes
-
-    @property
-    def count(self) -> int:
-        return len(self.digests) // DIGEST_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """A ledger of a session and how many of its messages a turn shares."""
-
-    ledger: Ledger
-    position: int
-    messages: int
-
-
 class HistoryBuilder:
     """Makes the prompts of one model. Safe to use from several threads."""
 
@@ -100,28 +77,23 @@ class HistoryBuilder:
     def match(
         self, text: TurnText, branches: Sequence[Ledger], root: bytes, messages: Sequence[Mapping[str, Any]]
     ) -> Match | None:
-        """The branch that shares most with a turn; of equal ones the newest. None when none shares its first message."""
-        best: Match | None = None
-        for position, ledger in enumerate(branches):
-            if ledger.root != root:
-                continue
-            ledger, shared = _same_meaning(ledger, text.digests, messages)
-            if shared and (best is None or shared > best.messages):
-                best = Match(ledger, position, shared)
-        return best
+        """The branch that a turn goes on from: gateway.histories.matching."""
+        return best_match(text, branches, root, messages)
 
-    def is_short(self, turn: Turn, match: Match | None, inline_characters: int) -> bool:
-        """Whether the prompt is made quickly enough to hold up everybody else meanwhile."""
-        start = match.messages if match is not None and match.messages == match.ledger.num_messages else 0
-        total = 0
+    def is_quick(self, turn: Turn, text: TurnText, match: Match | None, inline_characters: int) -> bool:
+        """Whether the prompt is made in so little time that everybody else may wait for it: the templates have been tried for
+        turns like this one, and what must be rendered and tokenised is short."""
+        if self._stability_wanted and not self.stability.is_known(bool(turn.tools), text.kwargs_name):
+            return False
+        start = 0
+        if match is not None and match.continues(text):
+            known = match.messages == text.count or self.goes_by_tail(turn, text, match.ledger, match.messages)
+            start = match.messages if known else 0
+        total = 0 if start else 256 * len(turn.tools)
         for message in turn.messages[start:]:
             content = message.get("content")
             total += (len(content) if isinstance(content, str) else 0) + 1024 * len(message.get("tool_calls") or ()) + 16
-        return total + (0 if start else 256 * len(turn.tools)) <= inline_characters
-
-    def is_quick(self, turn: Turn, text: TurnText) -> bool:
-        """Whether the templates have been tried for turns like this one, or need not be."""
-        return not self._stability_wanted or self.stability.is_known(bool(turn.tools), text.kwargs_name)
+        return total <= inline_characters
 
     def warm_up(self) -> None:
         """Tries the templates with their default variables."""
@@ -196,9 +168,7 @@ class _Work:
         if self._cutter.refusal is not None:
             return self._as_text("tokenizer")
         match = self._match
-        continues = match is not None and match.messages == match.ledger.num_messages
-        continues = continues and match is not None and match.ledger.context == self._text.context
-        if match is None or not continues:
+        if match is None or not match.continues(self._text):
             return self._by_whole(match)
         if self._text.count == match.messages:
             return self._again(match.ledger)
@@ -311,7 +281,7 @@ class _Work:
         """`base` with the spans of `text`, which goes from its end to the end of the prompt."""
         if base.num_tokens + len(text) // self._builder.model.tokenizer.longest_token >= self._max_tokens:
             raise PromptTooLongError(base.num_tokens + len(text) // self._builder.model.tokenizer.longest_token)
-        grown = _Growth(base, self._cutter)
+        grown = Growth(base, self._cutter)
         position = self._splice(grown, text, old)
         closed = self._close(grown, text, position, old.tail) if path == "tail" and old is not None else None
         if closed is None:
@@ -355,7 +325,7 @@ class _Work:
         if returned.message is not self._turn.messages[self._match.ledger.num_messages]:
             raise _NotSplicedError(reason)
 
-    def _splice(self, grown: _Growth, text: str, old: Ledger | None) -> int:
+    def _splice(self, grown: Growth, text: str, old: Ledger | None) -> int:
         """The answer that came back, as it was generated. Returns how much of `text` that is."""
         if self._returned is None or old is None:
             return 0
@@ -373,7 +343,7 @@ class _Work:
         self._spliced = len(generated.token_ids) // TOKEN_BYTES
         return frame.end
 
-    def _close(self, grown: _Growth, text: str, position: int, opening: str) -> int | None:
+    def _close(self, grown: Growth, text: str, position: int, opening: str) -> int | None:
         """The rest of the messages as one span, up to the generation prompt `opening`. None where that is not to be seen."""
         end = len(text) - len(opening)
         if not (opening and end > position and text.endswith(opening) and self._cutter.starts(opening)):
@@ -383,7 +353,7 @@ class _Work:
         grown.end_span(len(self._messages), body)
         return end
 
-    def _cut(self, grown: _Growth, text: str, position: int) -> int:
+    def _cut(self, grown: Growth, text: str, position: int) -> int:
         """Cuts `text` into spans for as long as the template lets. Returns where that ends."""
         count = len(self._messages)
         start = grown.messages
@@ -441,56 +411,8 @@ class _Work:
         return Continuation(ledger=ledger, path="text", tokenised_tokens=len(tokens) // TOKEN_BYTES, fallbacks=(reason,))
 
 
-class _Growth:
-    """Ids and spans that are added to a ledger."""
-
-    def __init__(self, base: Ledger, cutter: Cutter) -> None:
-        end = base.end_of(base.num_spans)
-        self._cutter = cutter
-        self._tokens = end.tokens
-        self._text_bytes = end.text_bytes
-        self.messages = end.messages
-        self.ids: list[bytes] = []
-        self.spans: list[Span] = []
-        self.tokenised = 0
-
-    def add_ids(self, ids: bytes, *, known: bool = False) -> None:
-        self.ids.append(ids)
-        self._tokens += len(ids) // TOKEN_BYTES
-        if not known:
-            self.tokenised += len(ids) // TOKEN_BYTES
-
-    def add_text(self, text: str) -> None:
-        self.add_ids(self._cutter.encode(text))
-
-    def end_span(self, messages: int, text: str, meaning: bytes = NO_MEANING) -> None:
-        encoded = text.encode("utf-8", "surrogatepass")
-        self._text_bytes += len(encoded)
-        self.messages = messages
-        self.spans.append(Span(messages, self._tokens, self._text_bytes, text_digest(encoded), meaning))
-
-
 def _empty(context: bytes, root: bytes, block_size: int) -> Ledger:
     return Ledger(context=context, root=root, block_size=block_size)
-
-
-def _same_meaning(ledger: Ledger, digests: bytes, messages: Sequence[Mapping[str, Any]]) -> tuple[Ledger, int]:
-    """How many messages a turn shares with a ledger, where an answer that was generated here counts by its meaning. The
-    ledger then knows it by the digest that its client uses now."""
-    while True:
-        shared = common_messages(ledger.messages, digests)
-        if shared == 0 or shared == ledger.num_messages or shared * DIGEST_BYTES >= len(digests):
-            return ledger, shared
-        position = ledger.spans_within(shared)
-        if position >= ledger.num_spans:
-            return ledger, shared
-        span = ledger.span(position)
-        alone = span.generated and span.messages == shared + 1
-        if not alone or messages[shared]["role"] != "assistant" or meaning_digest(messages[shared]) != span.meaning:
-            return ledger, shared
-        at = shared * DIGEST_BYTES
-        known = ledger.messages[:at] + digests[at : at + DIGEST_BYTES] + ledger.messages[at + DIGEST_BYTES :]
-        ledger = msgspec.structs.replace(ledger, messages=known)
 
 
 def pending_from(ledger: Ledger, answers: Sequence[tuple[Mapping[str, Any], Sequence[int]]]) -> tuple[Generated, ...]:

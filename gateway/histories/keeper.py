@@ -21,7 +21,8 @@ import msgspec
 
 from gateway.choices import ChoiceState
 from gateway.config import SessionsConfig
-from gateway.histories.builder import HistoryBuilder, Match, PromptTooLongError, TurnText, pending_from
+from gateway.histories.builder import HistoryBuilder, PromptTooLongError, pending_from
+from gateway.histories.matching import Match, TurnText
 from gateway.histories.orphans import orphaned_blocks
 from gateway.models import ServedModel
 from gateway.telemetry.telemetry import Telemetry
@@ -133,7 +134,7 @@ class HistoryKeeper:
                 return builder.build(turn, text, match, root=root, block_size=info.block_size, max_tokens=info.max_model_len)
 
         try:
-            if builder.is_short(turn, match, self._inline_characters) and builder.is_quick(turn, text):
+            if builder.is_quick(turn, text, match, self._inline_characters):
                 made = build()
             else:
                 made = await asyncio.get_running_loop().run_in_executor(self._executor, build)

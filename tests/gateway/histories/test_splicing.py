@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from agents import TOOLS, Agent, called, prompt_ids, result, said, system, user
+from agents import ROOT, TOOLS, Agent, called, prompt_ids, result, said, system, user
 
 
 @pytest.fixture
@@ -232,3 +232,30 @@ def test_text_that_looks_like_a_special_token_does_not_move_the_cut(agent):
     assert second.spliced_tokens == len(ids)
     tail = agent.reference(*messages)
     assert prompt_ids(second)[-12:] == tail[-12:]
+
+
+def test_what_takes_long_is_not_made_on_the_event_loop(family_model):
+    agent = Agent(family_model("qwen3"))
+    builder = agent.builder
+
+    def quick(*messages, tools=(), limit=8192, **kwargs):
+        turn = agent.turn(*messages, tools=tools, **kwargs)
+        text = builder.describe(turn)
+        return builder.is_quick(turn, text, builder.match(text, agent.branches, ROOT, turn.messages), limit)
+
+    history = [user("long " * 4000), said("ok")]
+    assert not quick(user("hi"))  # the templates have not been tried yet
+    builder.warm_up()
+    assert quick(user("hi"))
+    assert not quick(*history, user("hi"))
+    assert not quick(user("hi"), answer_as="none")  # nor for these variables
+    agent.send(*history, user("a"))
+    agent.answer(said("b"), agent.ids("b"))
+    assert quick(*history, user("a"))
+    assert quick(*history, user("a"), said("b"), user("c"))
+    assert not quick(*history, user("a"), said("b"), user("c " * 8000))
+    # Once a user speaks again, this template strips the reasoning of the calls before, so all of it is rendered.
+    thinking = [*history, user("a"), {**called(("read", {})), "reasoning_content": "hm"}, result("x")]
+    agent.send(*thinking, tools=TOOLS)
+    assert quick(*thinking, called(("read", {})), result("y"), tools=TOOLS)
+    assert not quick(*thinking, said("b"), user("c"), tools=TOOLS)

@@ -77,7 +77,9 @@ def test_a_long_text_is_learnt_in_one_go(backend):
 
 
 def test_other_text_goes_to_the_tokenizer(backend):
-    assert WordMemo.of(backend(None)).encode("naïve") is None
+    memo = WordMemo.of(backend(None))
+    assert memo.encode("naïve") is None
+    assert memo.encode("a" * (2**20 + 1)) is None
 
 
 @pytest.mark.parametrize(
