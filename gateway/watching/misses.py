@@ -84,7 +84,7 @@ class MissExplainer:
         divergence = _divergence(history) if own else None
         if divergence is not None and divergence.lost_tokens >= made.ledger.block_size:
             watched.miss = self._diverged(turn, history, conversation, divergence)
-        elif own and made.predecessor is not None:
+        elif own and made.predecessor is not None and _was_answered(history):
             watched.predecessor = made.predecessor
             watched.block_size = made.ledger.block_size
             watched.expected = _expected(made.predecessor, made.reused_tokens, made.ledger)
@@ -174,6 +174,14 @@ class MissExplainer:
     def _seconds(self, model: str, tokens: int) -> float | None:
         rate = self._rates.get(model)
         return tokens * rate.seconds / rate.tokens if rate is not None and rate.tokens > 0 else None
+
+
+def _was_answered(history: TurnHistory) -> bool:
+    """Whether the predecessor ran to its end, so that its blocks were computed. One that was aborted may never have begun."""
+    made, record = history.continuation, history.record
+    if made.predecessor is not None and made.predecessor.pending:
+        return True
+    return history.position == 0 and record is not None and record.called is not None
 
 
 def _is_text_of(conversation: Conversation, ledger: Ledger | None) -> bool:

@@ -277,6 +277,18 @@ async def test_a_turn_that_failed_is_the_end_of_no_gap(gateway):
         assert (await response.json())["data"] == []
 
 
+async def test_what_was_never_computed_was_not_evicted(gateway):
+    """A turn whose client left, or that failed, left no blocks behind to be missed."""
+    agent = Agent(gateway)
+    await agent.say("one")
+    gateway.dispatcher.script = Script(late_error=RuntimeError("boom"))
+    failing = [*agent.messages, {"role": "user", "content": "a long question " * 20}]
+    await gateway.json(CHAT, {"messages": failing}, headers=SESSION, status=500)
+    agent.messages = failing[:-1]
+    assert await agent.say(failing[-1]["content"], cached=64) is None
+    assert (await agent.say("and now", cached=64)).startswith("evicted; ")
+
+
 async def test_a_watch_that_fails_fails_no_turn(gateway, monkeypatch, caplog):
     def broken(*_):
         raise RuntimeError("boom")
