@@ -203,3 +203,7 @@ def test_engine_arguments():
 def test_plans_keep_keys_out_of_logs(plan):
     assert "sk-secret" not in repr(dataclasses.astuple(plan("--api-key", "sk-secret").pool))
     assert "sk-secret" not in repr(plan("--api-key", "sk-secret"))
+    shared = plan("--redis", "redis://:sk-secret@h:7/1", "--redis-ttl", 60)
+    assert "sk-secret" not in repr(shared)
+    assert (shared.redis.shown, shared.redis.ttl) == ("redis://h:7/1", 60.0)
+    assert plan().redis is None
