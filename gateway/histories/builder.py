@@ -19,7 +19,7 @@ from gateway.histories.cutting import Cutter
 from gateway.histories.growth import Growth
 from gateway.histories.matching import Match, TurnText, best_match
 from gateway.histories.pieces import PieceRenderer
-from gateway.histories.splicing import Returned, find_returned, frame_of, reasoning_of
+from gateway.histories.splicing import Frame, Returned, find_returned, frame_of, reasoning_of
 from gateway.histories.stability import Stability, TurnKind
 from gateway.models import ServedModel
 from gateway.rendering import tool_dict
@@ -289,7 +289,7 @@ class _Work:
         rest = text[closed:]
         tail_ids = self._cutter.encode(rest)
         self._tokenised = grown.tokenised + len(tail_ids) // TOKEN_BYTES
-        tokens = base.tokens + b"".join(grown.ids) + tail_ids
+        tokens = b"".join((base.tokens, *grown.ids, tail_ids))
         ledger = msgspec.structs.replace(
             base,
             messages=self._text.digests,
@@ -330,12 +330,14 @@ class _Work:
         if self._returned is None or old is None:
             return 0
         start = old.num_messages
-        frame = frame_of(self._returned, text, old.tail, self._messages, start, self._pieces, self._cutter)
+        opening = old.tokens[old.end_of(old.num_spans).tokens * TOKEN_BYTES :]
+        frame: Frame | str = "opening_changed"
+        if bool(opening) == bool(old.tail):  # else the text before the answer was too long to be kept
+            frame = frame_of(self._returned, text, old.tail, self._messages, start, self._pieces, self._cutter)
         if isinstance(frame, str):
             self._give_up(frame)
             self._fallbacks.append(frame)
             return 0
-        opening = old.tokens[old.end_of(old.num_spans).tokens * TOKEN_BYTES :]
         generated = self._returned.generated
         grown.add_ids(opening + generated.token_ids, known=True)
         grown.add_text(text[frame.after : frame.end])
