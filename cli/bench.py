@@ -5,13 +5,15 @@ from __future__ import annotations
 import click
 
 from cli.bench_engine import engine_command
+from cli.bench_gateway import gateway_command
 from cli.quality import quality_command
 
 
 @click.group("bench")
 def command() -> None:
-    """Measure the engine on this machine."""
+    """Measure the engine and the gateway on this machine."""
 
 
 command.add_command(engine_command)
+command.add_command(gateway_command)
 command.add_command(quality_command)

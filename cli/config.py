@@ -18,10 +18,14 @@ from typing import Any, Literal, get_args, get_origin
 
 import click
 
-from gateway.config import HttpConfig
+from gateway.config import HttpConfig, SessionsConfig
 from gateway.dispatch import PoolConfig
 from gateway.router.config import RouterConfig
 from gateway.telemetry.config import TelemetryConfig
+from gateway.turns.config import TurnsConfig
+from gateway.watching.config import MissesConfig
+from sessions.gaps.model import GapConfig
+from sessions.redis_link import RedisConfig
 
 Kind = Literal["string", "integer", "number", "boolean", "strings"]
 Decorated = Callable[..., Any]
@@ -62,6 +66,8 @@ PLAIN_SETTINGS: tuple[Setting, ...] = (
     Setting("auth.api_keys", "api_key", "strings"),
     Setting("auth.api_key_file", "api_key_file", "string"),
     Setting("sessions.sources", "session_source", "strings"),
+    Setting("sessions.ledger", "ledger", "boolean"),
+    Setting("redis.url", "redis", "string"),
     Setting("router.policy", "policy", "string"),
     Setting("telemetry.otlp", "otlp", "string"),
     Setting("telemetry.otlp_headers", "otlp_header", "strings"),
@@ -71,7 +77,12 @@ PLAIN_SETTINGS: tuple[Setting, ...] = (
 GENERATED: Mapping[str, tuple[type[Any], frozenset[str]]] = {
     "http": (HttpConfig, frozenset({"host", "port", "max_body_bytes"})),
     "router": (RouterConfig, frozenset({"policy"})),
+    "sessions": (SessionsConfig, frozenset({"ledger"})),
     "pool": (PoolConfig, frozenset({"models", "aliases", "router"})),
+    "turns": (TurnsConfig, frozenset()),
+    "misses": (MissesConfig, frozenset()),
+    "gaps": (GapConfig, frozenset()),
+    "redis": (RedisConfig, frozenset({"url"})),
     "telemetry": (TelemetryConfig, frozenset({"otlp_url", "otlp_headers"})),
 }
 """Tables whose remaining scalar fields become options --TABLE-FIELD. Each with its config class and what is left out."""

@@ -57,6 +57,13 @@ class GatewayProcess:
             raise GatewayError("The gateway is not ready.")
         return self._url.result()
 
+    @property
+    def pid(self) -> int:
+        """Of the gateway's process. Raises GatewayError before it was started."""
+        if self._process is None:
+            raise GatewayError("The gateway was not started.")
+        return self._process.pid
+
     async def __aenter__(self) -> Self:
         """Raises GatewayError when it does not become ready."""
         self._url = asyncio.get_running_loop().create_future()

@@ -12,6 +12,7 @@ COMMANDS = {
     "model": "cli.model",
     "bench": "cli.bench",
     "replay": "cli.replay",
+    "explain": "cli.explain",
     "demo": "cli.demo",
 }
 
@@ -45,6 +46,7 @@ def cli() -> None:
       turnkeep serve                     the gateway with a small model on this machine's CPU
       turnkeep demo                      an agent, a replay of recorded sessions, and a table of what routing bought
       turnkeep replay FILE --url URL     recorded agent sessions against any OpenAI-compatible server
+      turnkeep explain FILE              why recorded turns reuse less of their prefix than they could
     """
 
 

@@ -28,14 +28,18 @@ from cli.model import fetch, own_name
 from cli.serving import ReplicaPlan, RunningGateway, ServePlan, open_gateway
 from engine.checkpoints import DEFAULT_MODEL, CheckpointError, default_cache_dir
 from gateway.auth import read_key_file
-from gateway.config import MIB, GatewayConfig, HttpConfig, ModelConfig
+from gateway.config import MIB, GatewayConfig, HttpConfig, ModelConfig, SessionsConfig
 from gateway.dispatch import PoolConfig
 from gateway.router.config import POLICIES, RouterConfig
 from gateway.server import ListenError
 from gateway.supervision.supervisor import ReplicaStartError
 from gateway.telemetry.config import TelemetryConfig
 from gateway.tokenization import ModelFilesError
+from gateway.turns.config import TurnsConfig
+from gateway.watching.config import MissesConfig
+from sessions.gaps.model import GapConfig
 from sessions.identity import DEFAULT_ORDER
+from sessions.redis_link import RedisConfig
 from traces.recorder import RecorderError
 
 ENGINE_OPTIONS = ("dtype", "quantization", "kv_dtype", "kv_memory", "num_blocks", "max_model_len", "simulate")
@@ -85,7 +89,20 @@ def _read_config(ctx: click.Context, _param: click.Parameter, path: Path | None)
     "--session-source",
     multiple=True,
     metavar="SOURCE",
-    help="Where to look for a session's name, in order. [default: everywhere]",
+    help="Where to look for a session's name, in order: session-id, body.session_id, ... (docs/http-api.md). "
+    "[default: everywhere, most specific first]",
+)
+@click.option(
+    "--ledger/--no-ledger",
+    default=True,
+    show_default=True,
+    help="Keep the exact token ids of sessions; without, every turn is rendered and tokenised whole.",
+)
+@click.option(
+    "--redis",
+    default=None,
+    metavar="URL",
+    help="Share sessions with other gateways through this Redis: redis://HOST:PORT/DB, rediss://..., unix://PATH.",
 )
 @click.option("--record", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Record turns as trajectories.")
 @click.option("--otlp", default=None, metavar="URL", help="Send spans there over OTLP/HTTP.")
@@ -183,6 +200,10 @@ def plan_from(options: Mapping[str, Any], engine_table: Mapping[str, Any]) -> Se
             http=http,
             api_keys=keys,
             session_sources=tuple(options["session_source"]) or DEFAULT_ORDER,
+            turns=TurnsConfig(**generated_values("turns", options)),
+            misses=MissesConfig(**generated_values("misses", options)),
+            gaps=GapConfig(**generated_values("gaps", options)),
+            sessions=SessionsConfig(ledger=options["ledger"], **generated_values("sessions", options)),
         ),
         replicas=ReplicaPlan(
             count=replicas,
@@ -193,6 +214,7 @@ def plan_from(options: Mapping[str, Any], engine_table: Mapping[str, Any]) -> Se
         workers=workers,
         pool=pool,
         telemetry=telemetry,
+        redis=RedisConfig(options["redis"], **generated_values("redis", options)) if options["redis"] else None,
         record=Path(options["record"]).absolute() if options["record"] is not None else None,
     )
 

@@ -22,6 +22,9 @@ from gateway.telemetry.config import TelemetryConfig
 from gateway.telemetry.telemetry import Telemetry
 from gateway.turn import TurnObserver
 from gateway.workers.views import WorkerView
+from sessions.memory_store import MemoryLedgerStore
+from sessions.redis_link import RedisConfig
+from sessions.shared import SharedSessions
 from traces.recorder import Recorder, RecorderConfig
 
 
@@ -45,6 +48,7 @@ class ServePlan:
     pool: PoolConfig = field(default_factory=PoolConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     record: Path | None = None
+    redis: RedisConfig | None = None
 
 
 class RunningGateway:
@@ -133,7 +137,17 @@ async def open_gateway(plan: ServePlan, *, forward: Callable[[str, str], None] =
                 on_down=dispatcher.remove_worker,
                 forward=forward,
             )
-        pipeline = Pipeline(plan.gateway, registry, dispatcher, telemetry, observers)
+        store = MemoryLedgerStore(plan.gateway.sessions.max_bytes)
+        shared = None
+        if plan.redis is not None:
+            shared = SharedSessions(plan.redis, store)
+            stack.push_async_callback(shared.aclose)
+            telemetry.watch_shared_sessions(shared)
+        pipeline = Pipeline(
+            plan.gateway, registry, dispatcher, telemetry, observers, store=shared.store if shared is not None else store
+        )
+        if shared is not None:
+            shared.share_gaps(pipeline.watch.gaps.model, plan.gateway.gaps)
         server = HttpServer(make_app(plan.gateway, pipeline, reasons=reasons), plan.gateway.http)
         # Replicas outlive the server, whose last streams they finish.
         async with AsyncExitStack() as replicas:

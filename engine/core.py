@@ -7,10 +7,12 @@ starts in no time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from gateway.workers.protocol import Chunk, GenerateRequest, WorkerInfo, WorkerStats
 from prefix_cache.events import KVEvent
+from prefix_cache.hashing import BlockHash
 
 PreparedT = TypeVar("PreparedT")
 
@@ -58,6 +60,9 @@ class EngineCore(Protocol[PreparedT]):
 
     def snapshot(self) -> dict[str, bytes]:
         """Tier -> joined digests of every block that can be found now (events not yet taken are included)."""
+
+    def supersede(self, digests: Sequence[BlockHash]) -> int:
+        """These blocks will not be asked for again: they are evicted before all others. Returns how many there are."""
 
     def check_integrity(self) -> None:
         """Raises prefix_cache.block_pool.IntegrityError when the books of the block pool do not balance."""

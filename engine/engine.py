@@ -38,7 +38,7 @@ from grammar.detokenizer import Detokenizer
 from prefix_cache.block_pool import BlockPool, IntegrityError
 from prefix_cache.events import DEVICE, KVEvent
 from prefix_cache.eviction import EvictionPolicy
-from prefix_cache.hashing import namespace_digest
+from prefix_cache.hashing import BlockHash, namespace_digest
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,9 @@ class Engine:
             max_model_len=max_model_len,
             vocab_size=spec.vocab_size,
             max_concurrency=config.max_num_seqs,
-            capabilities=Capabilities(grammars=grammars is not None, kv_events=config.prefix_caching),
+            capabilities=Capabilities(
+                grammars=grammars is not None, kv_events=config.prefix_caching, retention_hints=True, supersede=True
+            ),
         )
 
     @property
@@ -227,6 +229,9 @@ class Engine:
 
     def snapshot(self) -> dict[str, bytes]:
         return {DEVICE: self._cache.pool.snapshot()}
+
+    def supersede(self, digests: Iterable[BlockHash]) -> int:
+        return self._cache.pool.supersede(digests)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless the pool's references are exactly those of the running sequences."""

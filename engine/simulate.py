@@ -12,6 +12,7 @@ Imports no torch: it starts in no time.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable
 
 from tokenizers import Tokenizer
 
@@ -35,7 +36,7 @@ from gateway.workers.protocol import (
 )
 from grammar.detokenizer import Detokenizer
 from prefix_cache.events import DEVICE, KVEvent
-from prefix_cache.hashing import namespace_digest
+from prefix_cache.hashing import BlockHash, namespace_digest
 
 _RATE_DECAY = 0.95
 
@@ -65,7 +66,7 @@ class SimulatedEngine:
             max_model_len=config.max_model_len,
             vocab_size=config.vocab_size,
             max_concurrency=config.max_num_seqs,
-            capabilities=Capabilities(grammars=config.accept_grammars, logprobs=False),
+            capabilities=Capabilities(grammars=config.accept_grammars, logprobs=False, retention_hints=True, supersede=True),
             simulated=True,
         )
         self._order = 0
@@ -150,6 +151,9 @@ class SimulatedEngine:
     def snapshot(self) -> dict[str, bytes]:
         digests = self._scheduler.pool.snapshot()
         return {DEVICE: digests} if digests else {}
+
+    def supersede(self, digests: Iterable[BlockHash]) -> int:
+        return self._scheduler.pool.supersede(digests)
 
     def check_integrity(self) -> None:
         self._scheduler.pool.check_integrity(self._scheduler.held())

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,6 +19,7 @@ from engine.core import EngineCore, RequestRefused
 from engine.server.stream import RequestStream
 from gateway.workers.protocol import Chunk, Done, Failed, Tokens, WorkerStats
 from prefix_cache.events import KVEvent
+from prefix_cache.hashing import BlockHash
 
 logger = logging.getLogger(__name__)
 
@@ -159,6 +160,10 @@ class StepLoop:
         # It includes events that were not taken yet: report those first, so that both sides number them the same.
         self._tell_events()
         self.tell(functools.partial(self._listener.on_snapshot, self._core.snapshot()))
+
+    def supersede(self, digests: Sequence[BlockHash]) -> int:
+        """Has blocks evicted before all others."""
+        return self._core.supersede(digests)
 
     def check_integrity(self) -> None:
         """Checks the core's books."""

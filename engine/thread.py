@@ -14,7 +14,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -27,7 +27,7 @@ from engine.step_loop import FailurePolicy, News, StepLoop
 from gateway.workers.protocol import Chunk, Done, Failed, GenerateRequest, WorkerInfo, WorkerStats
 from prefix_cache.event_log import DEFAULT_BATCHES, DEFAULT_BYTES, EventLog
 from prefix_cache.events import KVEvent, Snapshot
-from prefix_cache.hashing import TOKEN_BYTES
+from prefix_cache.hashing import TOKEN_BYTES, BlockHash
 
 logger = logging.getLogger(__name__)
 
@@ -194,6 +194,10 @@ class EngineThread:
             self._snapshot = self._new_reply()
             self._steps.post(self._steps.snapshot)
         return await asyncio.shield(self._snapshot)
+
+    async def supersede(self, digests: Sequence[BlockHash]) -> int:
+        """Blocks that will not be asked for again are evicted before all others. Returns how many of them there are."""
+        return await self._ask(functools.partial(self._steps.supersede, digests))
 
     async def check_integrity(self) -> None:
         """Raises prefix_cache.block_pool.IntegrityError when the core's books do not balance between two steps."""

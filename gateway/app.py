@@ -14,9 +14,12 @@ from gateway.apis.endpoint import TurnEndpoint
 from gateway.apis.headers import KNOWN_AS, REQUEST_ID, request_id
 from gateway.apis.openai.errors import error_body
 from gateway.apis.openai.routes import OpenAIRoutes
+from gateway.apis.sessions import SessionRoutes
+from gateway.apis.watching import WatchRoutes
 from gateway.config import GatewayConfig
 from gateway.pipeline import Pipeline
 from gateway.turn import TurnError
+from gateway.turns.registry import TurnRegistry
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +34,11 @@ def make_app(config: GatewayConfig, pipeline: Pipeline, *, reasons: ReadyReasons
     """The application. Serve it with `gateway.server.HttpServer`, which cancels a handler when its client leaves."""
     # Bodies are bounded while they are read (gateway.apis.bodies), in the caller's dialect.
     app = web.Application(middlewares=[_answer_errors], client_max_size=0)
-    arrivals = Arrivals(config)
-    OpenAIRoutes(pipeline, TurnEndpoint(pipeline, config.http), arrivals, config.http).add_to(app.router)
+    arrivals = Arrivals(config, pipeline.telemetry.stages)
+    endpoint = TurnEndpoint(pipeline, config.http, TurnRegistry(config.turns))
+    OpenAIRoutes(pipeline, endpoint, arrivals, config.http).add_to(app.router)
+    WatchRoutes(pipeline, arrivals).add_to(app.router)
+    SessionRoutes(pipeline, arrivals).add_to(app.router)
     _Probes(pipeline, reasons).add_to(app.router)
     app.on_cleanup.append(_closing(pipeline))
     return app

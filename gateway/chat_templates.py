@@ -4,6 +4,8 @@ that a template renders to the same text (tests compare them character by charac
 from __future__ import annotations
 
 import json
+import re
+import secrets
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any
@@ -15,6 +17,10 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+
+_DATE_CALL = re.compile(r"strftime_now\s*\(")
+_DATE = re.compile(r"""strftime_now\s*\(\s*["']([^"'\\]*)["']\s*\)""")
+_RANDOM = re.compile(r"lipsum|\|\s*random")
 
 
 class TemplateRefusal(Exception):  # noqa: N818 - it is an answer to the caller
@@ -96,10 +102,20 @@ class ChatTemplate:
     def __init__(self, source: str, *, now: Callable[[], datetime] = datetime.now) -> None:
         """Raises ValueError with the line when `source` is no valid template. `now` is what strftime_now shows."""
         self.source = source
+        self._now = now
+        self._formats = _DATE.findall(source)
+        # A date whose format is not written out, or a template that draws lots.
+        self._unforeseeable = len(_DATE_CALL.findall(source)) != len(self._formats) or bool(_RANDOM.search(source))
         try:
             self._template = _environment(now).from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"line {error.lineno}: {error.message}") from error
+
+    def volatile(self) -> list[str]:
+        """The dates that the template may show, as of now; something new each time when it may show anything."""
+        if self._unforeseeable:
+            return [secrets.token_hex(8)]
+        return [self._now().strftime(form) for form in self._formats]
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """The text for these variables (messages, tools, documents, add_generation_prompt, special tokens and more).

@@ -59,6 +59,8 @@ class ChoiceState:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    ended_by_token: bool = False
+    """The last of `token_ids` is the token that ended it, and has no text."""
 
     def add(self, deltas: Iterable[Delta]) -> None:
         """Takes deltas in, in order."""
@@ -119,6 +121,7 @@ class ChoiceDecoder:
         deltas: list[Delta] = []
         ended_by_token = finished.finish_reason == "stop" and not isinstance(finished.stop_reason, str)
         if ended_by_token:
+            self.state.ended_by_token = self._held is not None
             self._held = None
         self._release_held(deltas)
         self._pass(self._text_stream.finish(), deltas)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sessions.identity import DEFAULT_ORDER, SOURCES
+from gateway.turns.config import TurnsConfig
+from gateway.watching.config import MissesConfig
+from sessions.gaps.model import GapConfig
+from sessions.identity import DEFAULT_ORDER, check_order
 
 MIB = 2**20
 
@@ -55,6 +58,30 @@ class HttpConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionsConfig:
+    """How sessions are kept (docs/sessions.md).
+
+    `ledger`: keep the exact token ids of conversations, so that a turn costs its new messages; False renders and tokenises
+    everything every time. `max_bytes`: for all ledgers of this process; the least recently used go first. `max_branches`:
+    conversations kept of one session. `restore_reasoning`: put back reasoning that a client dropped, where the template
+    would have kept it. `check_every`: one turn in so many is rendered whole, to see that the short way gives the same; 0: none.
+    """
+
+    ledger: bool = True
+    max_bytes: int = 512 * MIB
+    max_branches: int = 8
+    restore_reasoning: bool = True
+    check_every: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("max_bytes", "max_branches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"sessions.{name} must be at least 1, not {getattr(self, name)}")
+        if self.check_every < 0:
+            raise ValueError(f"sessions.check_every must be at least 0, not {self.check_every}")
+
+
+@dataclass(frozen=True, slots=True)
 class GatewayConfig:
     """Everything the HTTP front is told. `api_keys` empty: everybody may use it, scoped by the key they present.
 
@@ -65,10 +92,12 @@ class GatewayConfig:
     http: HttpConfig = field(default_factory=HttpConfig)
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     session_sources: tuple[str, ...] = DEFAULT_ORDER
+    turns: TurnsConfig = field(default_factory=TurnsConfig)
+    sessions: SessionsConfig = field(default_factory=SessionsConfig)
+    misses: MissesConfig = field(default_factory=MissesConfig)
+    gaps: GapConfig = field(default_factory=GapConfig)
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.session_sources if name not in SOURCES]
-        if unknown:
-            raise ValueError(f"sessions.sources has no source named '{unknown[0]}'; known are: {', '.join(SOURCES)}")
+        check_order(self.session_sources)
         if not self.models:
             raise ValueError("at least one model must be configured")

@@ -8,25 +8,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from gateway.router.config import RouterConfig
 from gateway.router.router import Router
+from gateway.telemetry.stages import StageTimes
 from gateway.telemetry.telemetry import Telemetry
 from gateway.turn import Prompt, SessionRef
-from gateway.workers.base import WorkerError
+from gateway.workers.base import Worker, WorkerError
 from gateway.workers.generation import Hooks, Placement, PooledGeneration
 from gateway.workers.member import Member, ProbeConfig
 from gateway.workers.pool import MakeClient, WorkerPool
-from gateway.workers.protocol import GenerateRequest, SamplingParams, WorkerInfo
+from gateway.workers.protocol import GenerateRequest, RetentionHint, SamplingParams, WorkerInfo
 from gateway.workers.replica import ReplicaClient
+from gateway.workers.retention import RetentionHints
 from gateway.workers.views import WorkerView
+from prefix_cache.hashing import BlockHash, JoinedDigests
 from prefix_cache.index import ResidencyIndex
 
 log = logging.getLogger(__name__)
 
-_MAX_LATE_ABORTS = 1000
+_MAX_BACKGROUND = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,7 @@ class PoolDispatcher:
     ) -> None:
         self._config = config
         self._telemetry = telemetry
+        self._stages = telemetry.stages if telemetry is not None else StageTimes()
         self.index = ResidencyIndex(config.router.max_indexed_blocks, config.router.max_predicted_blocks)
         self.router = Router(config.router, self.index, clock)
         self.pool = WorkerPool(
@@ -81,7 +86,8 @@ class PoolDispatcher:
             aliases=config.aliases,
             retry_after=config.retry_after,
         )
-        self._aborts: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
+        self._hints = RetentionHints(self._taker_of_hints)
         if telemetry is not None:
             telemetry.watch_pool(self.workers)
 
@@ -89,9 +95,10 @@ class PoolDispatcher:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
+        await self._hints.aclose()
         await self.pool.close()
-        if self._aborts:
-            await asyncio.gather(*self._aborts, return_exceptions=True)
+        if self._background:
+            await asyncio.gather(*self._background, return_exceptions=True)
 
     def add_worker(self, name: str, url: str) -> None:
         """Starts looking after a worker at `http://host:port` or `unix:PATH`. An earlier one of that name is replaced."""
@@ -132,6 +139,7 @@ class PoolDispatcher:
                 grammar=prompt.grammar,
                 priority=priority,
                 session=session.key,
+                tenant=session.tenant,
                 cache_salt=prompt.cache_salt,
             ),
             prompt.num_tokens,
@@ -148,18 +156,39 @@ class PoolDispatcher:
     def models(self) -> tuple[str, ...]:
         return self.pool.models()
 
+    def residency(self, digests: Sequence[BlockHash]) -> Mapping[str, int]:
+        return self.index.lookup(digests)
+
+    def supersede(self, model: str, digests: bytes) -> None:
+        for member in self.pool.candidates(model, frozenset()):
+            info = member.info
+            if info is None or not info.capabilities.supersede:
+                continue
+            held = b"".join(digest for digest in JoinedDigests(digests) if self.index.tiers(member.name, digest))
+            if held and len(self._background) < _MAX_BACKGROUND:
+                self._in_background(_supersede(member, held))
+
+    def retain(self, worker: str, hint: RetentionHint) -> None:
+        self._hints.add(worker, hint)
+
+    def _taker_of_hints(self, name: str) -> Worker | None:
+        member = self.pool.member(name)
+        info = member.info if member is not None else None
+        return member.client if member is not None and info is not None and info.capabilities.retention_hints else None
+
     def _place(self, model: str, session: SessionRef, prompt: Prompt, excluded: set[str]) -> Placement:
         members = {member.name: member for member in self.pool.candidates(model, excluded)}
         if not members:
             raise self.pool.none_up(model)
         info = next(iter(members.values())).info
-        route = self.router.route(
-            digests=prompt.digests,
-            prompt_tokens=prompt.num_tokens,
-            block_size=info.block_size if info is not None else 1,
-            session=session,
-            loads=[member.load for member in members.values()],
-        )
+        with self._stages.spent("route"):
+            route = self.router.route(
+                digests=prompt.digests,
+                prompt_tokens=prompt.num_tokens,
+                block_size=info.block_size if info is not None else 1,
+                session=session,
+                loads=[member.load for member in members.values()],
+            )
         member = members[route.receipt.worker]
         return Placement(member, route, member.books.open(prompt.num_tokens, route.receipt.matched_tokens))
 
@@ -168,10 +197,13 @@ class PoolDispatcher:
             self._telemetry.worker_failed(worker)
 
     def _abort_later(self, member: Member, request_id: str) -> None:
-        if len(self._aborts) < _MAX_LATE_ABORTS:
-            task = asyncio.create_task(_abort(member, request_id))
-            self._aborts.add(task)
-            task.add_done_callback(self._aborts.discard)
+        if len(self._background) < _MAX_BACKGROUND:
+            self._in_background(_abort(member, request_id))
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     def _replica_client(self, url: str) -> ReplicaClient:
         return ReplicaClient(
@@ -180,6 +212,13 @@ class PoolDispatcher:
             reply_timeout=self._config.probe_timeout,
             accept_timeout=self._config.accept_timeout,
         )
+
+
+async def _supersede(member: Member, digests: bytes) -> None:
+    try:
+        await member.client.supersede(digests)
+    except WorkerError as error:
+        log.debug("telling %s of superseded blocks: %s", member.name, error)
 
 
 async def _abort(member: Member, request_id: str) -> None:

@@ -12,15 +12,20 @@ import msgspec
 
 from gateway.choices import ChoiceDecoder
 from gateway.config import GatewayConfig
+from gateway.histories.keeper import Answered, HistoryKeeper, TurnHistory
 from gateway.models import ModelRegistry, ServedModel
 from gateway.prompts import PromptBuilder
 from gateway.running import RunningTurn, Usage, close_all
 from gateway.telemetry.telemetry import Telemetry
 from gateway.turn import Dispatcher, Generation, Prompt, Turn, TurnObserver, TurnRecord
+from gateway.watching.watch import TurnWatch, called_tools
 from gateway.workers.protocol import SamplingParams, WorkerInfo
 from grammar.detokenizer import Detokenizer
 from grammar.parser import StreamParser, TextParser
 from grammar.stop import TextStream
+from prefix_cache.hashing import BlockHash
+from sessions.memory_store import MemoryLedgerStore
+from sessions.store import LedgerStore
 
 log = logging.getLogger(__name__)
 
@@ -35,13 +40,29 @@ class Pipeline:
         dispatcher: Dispatcher,
         telemetry: Telemetry,
         observers: Sequence[TurnObserver] = (),
+        *,
+        store: LedgerStore | None = None,
     ) -> None:
+        """`store`: where sessions are kept; None: in this process."""
         self.models = models
         self.telemetry = telemetry
         self._dispatcher = dispatcher
         self._observers = tuple(observers)
         self._executor = ThreadPoolExecutor(config.http.threads, thread_name_prefix="prompt")
-        self.prompts = PromptBuilder(self._executor, inline_characters=config.http.inline_characters)
+        self.keeper: HistoryKeeper | None = None
+        if config.sessions.ledger:
+            self.keeper = HistoryKeeper(
+                store if store is not None else MemoryLedgerStore(config.sessions.max_bytes),
+                models.all,
+                config.sessions,
+                self._executor,
+                inline_characters=config.http.inline_characters,
+                supersede=dispatcher.supersede,
+                telemetry=telemetry,
+            )
+            self._executor.submit(self.keeper.warm_up)
+        self.prompts = PromptBuilder(self._executor, inline_characters=config.http.inline_characters, keeper=self.keeper)
+        self.watch = TurnWatch(config.misses, config.gaps, telemetry, dispatcher.retain, models)
         self._detokenizers = {model.name: Detokenizer(model.tokenizer.backend) for model in models.all}
 
     def close(self) -> None:
@@ -85,6 +106,33 @@ class Pipeline:
             raise
         decoders = [self._decoder(model, turn, index, plain=plain) for index in range(turn.sampling.n * len(prompts))]
         return RunningTurn(generations, decoders, Usage(prompt_tokens=sum(prompt.num_tokens for prompt in prompts)))
+
+    def residency(self, digests: Sequence[BlockHash]) -> Mapping[str, int]:
+        """How many of a prompt's blocks, from the beginning, each worker holds."""
+        return self._dispatcher.residency(digests)
+
+    async def settle(self, history: TurnHistory | None, running: RunningTurn | None, *, final: bool = False) -> None:
+        """Writes a turn into its session: with its answer, or, where `running` is None, without one. `final`: with its answer
+        the session is over. A store that fails is no reason to fail the turn."""
+        if self.keeper is None or history is None:
+            return
+        answered = Answered()
+        if running is not None:
+            usage = running.usage
+            answered = Answered(
+                running.choices,
+                running.workers,
+                usage.cached_tokens,
+                usage.completion_tokens,
+                running.worker_seconds,
+                called_tools(running),
+            )
+        try:
+            await self.keeper.close(history, answered)
+            if final and running is not None:
+                await self.keeper.forget(history.tenant, history.key)
+        except Exception:
+            log.exception("the ledger of session %s could not be written", history.key)
 
     def _decoder(self, model: ServedModel, turn: Turn, index: int, *, plain: bool) -> ChoiceDecoder:
         sampling = turn.sampling

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import TypeVar
 
+from gateway.histories.keeper import HistoryKeeper, TurnHistory, too_long
 from gateway.models import ServedModel
 from gateway.turn import Prompt, Turn, TurnError
 from gateway.workers.protocol import WorkerInfo
 from grammar.tools import GrammarRefused
-from prefix_cache.hashing import block_digests, pack_tokens, root_digest
+from prefix_cache.hashing import JoinedDigests, block_digests, pack_tokens, root_digest
+from sessions.digests import context_digest
 
 T = TypeVar("T")
 
@@ -19,20 +23,28 @@ T = TypeVar("T")
 class PromptBuilder:
     """Makes prompts for the workers' pool. Tokenising releases the GIL, so that threads really run beside the event loop."""
 
-    def __init__(self, executor: Executor, *, inline_characters: int) -> None:
+    def __init__(self, executor: Executor, *, inline_characters: int, keeper: HistoryKeeper | None = None) -> None:
+        """`keeper`: None makes every prompt anew, from all of its text."""
         self._executor = executor
         self._inline_characters = inline_characters
+        self._keeper = keeper
+        self._grammars = GrammarCache()
 
-    async def from_turn(self, model: ServedModel, turn: Turn, info: WorkerInfo) -> Prompt:
-        """The prompt of a chat turn. Raises TurnError 400: template, grammar or context."""
+    async def from_turn(self, model: ServedModel, turn: Turn, info: WorkerInfo) -> tuple[Prompt, TurnHistory | None]:
+        """The prompt of a chat turn, and its part in its session. Raises TurnError 400: template, grammar or context."""
+        if self._keeper is not None:
+            grammar = self._grammars.of(model, turn)
+            history = await self._keeper.open(model, turn, info)
+            ledger = history.continuation.ledger
+            return Prompt(ledger.tokens, JoinedDigests(ledger.blocks), grammar, turn.cache_salt), history
 
         def build() -> Prompt:
-            grammar = structural_tag(model, turn)
+            grammar = self._grammars.of(model, turn)
             text = model.renderer.render(turn.messages, turn.tools, template_kwargs=turn.template_kwargs)
             return self._prompt(model, text, info, turn.cache_salt, grammar=grammar, special=False)
 
         size = sum(_characters(message) for message in turn.messages) + 256 * len(turn.tools)
-        return await self._run(build, size)
+        return await self._run(build, size), None
 
     async def from_text(
         self, model: ServedModel, text: str, info: WorkerInfo, *, cache_salt: str | None, grammar: str | None, field: str
@@ -97,7 +109,7 @@ class PromptBuilder:
         # Without this a 64 MiB text would be tokenised for half a minute only to be refused.
         at_least = len(text) // model.tokenizer.longest_token
         if at_least >= info.max_model_len:
-            raise _too_long(model, f"at least {at_least}", info, field)
+            raise too_long(model, f"at least {at_least}", info, field)
         packed = pack_tokens(_encoded(model, text, special=special, field=field))
         return self._hashed(model, packed, info, cache_salt, grammar, field)
 
@@ -108,10 +120,43 @@ class PromptBuilder:
         if count == 0:
             raise TurnError(400, "empty_prompt", f"{field}: the prompt has no tokens; at least one is needed.", param=field)
         if count >= info.max_model_len:
-            raise _too_long(model, str(count), info, field)
+            raise too_long(model, str(count), info, field)
         root = root_digest(bytes.fromhex(info.namespace), cache_salt)
         digests = tuple(block_digests(packed, root, info.block_size))
         return Prompt(packed_token_ids=packed, digests=digests, grammar=grammar, cache_salt=cache_salt)
+
+
+class GrammarCache:
+    """Grammar sources by what they are made of: an agent sends the same tools every turn, and making a grammar of them costs
+    more than all the rest of a prompt. Bounded; safe to use from several threads."""
+
+    def __init__(self, max_bytes: int = 64 * 2**20) -> None:
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._known: OrderedDict[bytes, str | None] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, model: ServedModel, turn: Turn) -> str | None:
+        """The grammar source of a turn. Raises what `structural_tag` raises."""
+        if not turn.tools and turn.response_format.kind == "text":
+            return structural_tag(model, turn)
+        key = context_digest(model.name, turn.tools, turn.tool_choice, turn.response_format)
+        with self._lock:
+            if key in self._known:
+                self._known.move_to_end(key)
+                return self._known[key]
+        grammar = structural_tag(model, turn)
+        with self._lock:
+            if key not in self._known:
+                self._known[key] = grammar
+                self._bytes += _size(grammar)
+            while self._bytes > self._max_bytes:
+                self._bytes -= _size(self._known.popitem(last=False)[1])
+        return grammar
+
+
+def _size(grammar: str | None) -> int:
+    return 200 + 4 * len(grammar or "")
 
 
 def structural_tag(model: ServedModel, turn: Turn) -> str | None:
@@ -140,16 +185,6 @@ def _encoded(model: ServedModel, text: str, *, special: bool, field: str) -> lis
         return model.tokenizer.encode(text, add_special_tokens=special)
     except ValueError as error:
         raise TurnError(400, "invalid_request", f"{field}: {error}.", param=field) from error
-
-
-def _too_long(model: ServedModel, count: str, info: WorkerInfo, field: str) -> TurnError:
-    return TurnError(
-        400,
-        "context_length_exceeded",
-        f"The prompt has {count} tokens, and the context of '{model.name}' holds {info.max_model_len}, of which at least one "
-        "is for the answer. Shorten the conversation.",
-        param=field,
-    )
 
 
 def _characters(message: Mapping[str, object]) -> int:

@@ -67,6 +67,11 @@ class ChatRenderer:
         """False for a base model: it takes /v1/completions only."""
         return "default" in self._templates
 
+    def volatile(self) -> list[str]:
+        """What a prompt depends on beside the request: the date, as the templates would show it now. Where that cannot be said,
+        something that is never twice the same."""
+        return [part for template, _ in self._templates.values() for part in template.volatile()]
+
     def traits(self, with_tools: bool = False) -> TemplateTraits:
         """What the template for turns with or without tools can do. Raises KeyError without a template."""
         return self._choose(with_tools)[1]

@@ -46,11 +46,15 @@ class RunningTurn:
         self._cached = [0] * len(generations)
         self._completion = [0] * len(generations)
         self._prompt_tokens = usage.prompt_tokens
+        self._seconds = [(0.0, 0.0)] * len(generations)
         self._closing: asyncio.Future[None] | None = None
+        self._released: tuple[tuple[Receipt, ...], tuple[ChoiceState, ...]] | None = None
 
     @property
     def receipts(self) -> tuple[Receipt, ...]:
         """Where the prompts went, in order."""
+        if self._released is not None:
+            return self._released[0]
         return tuple(generation.receipt for generation in self._generations)
 
     @property
@@ -64,9 +68,21 @@ class RunningTurn:
         return Usage(self._prompt_tokens, sum(self._cached), sum(self._completion))
 
     @property
+    def worker_seconds(self) -> tuple[float, float]:
+        """What workers spent on prefill and on decoding; known once `events` has ended."""
+        return sum(prefill for prefill, _ in self._seconds), sum(decode for _, decode in self._seconds)
+
+    @property
     def choices(self) -> tuple[ChoiceState, ...]:
         """What the choices have said so far."""
+        if self._released is not None:
+            return self._released[1]
         return tuple(decoder.state for decoder in self._decoders)
+
+    def release(self) -> None:
+        """After the end: keeps what was said, where, and at what cost; prompts, connections and parsers go."""
+        self._released = (self.receipts, self.choices)
+        self._generations, self._decoders = (), ()
 
     async def started(self) -> None:
         """Waits until every prompt has left its worker's queue; then `usage.cached_tokens` is known. Raises TurnError."""
@@ -103,6 +119,7 @@ class RunningTurn:
                     case Done():
                         self._cached[position] = chunk.cached_tokens
                         self._completion[position] = chunk.completion_tokens
+                        self._seconds[position] = (chunk.prefill_seconds, chunk.decode_seconds)
         unfinished = [choice.index for choice in self.choices if choice.finish_reason is None]
         if unfinished:
             raise TurnError(502, "worker_error", "The worker's answer ended before the generation did. Try again.")

@@ -17,6 +17,8 @@ import msgspec
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
+from gateway.word_memo import WordMemo
+
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MAX_TEMPLATE_BYTES = 4 * 2**20
 
@@ -78,6 +80,7 @@ class TextTokenizer:
             backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in missing])
         self._files = files
         self._backend = backend
+        self._memo = WordMemo.of(backend)
         eos = files.special_tokens.get("eos_token")
         named = None if eos is None else backend.token_to_id(eos)
         self.eos_token_ids: frozenset[int] = frozenset((*files.eos_token_ids, *(() if named is None else (named,))))
@@ -109,13 +112,19 @@ class TextTokenizer:
         Raises ValueError for text that is no valid Unicode (lone surrogates).
         """
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # Without the offsets that nobody asks for, it takes a fifth less.
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids: list[int] = encoding.ids
         except (UnicodeEncodeError, TypeError) as error:
             raise ValueError("the text holds half of a surrogate pair, which is no character") from error
         return ids
 
     def encode_packed(self, text: str, *, add_special_tokens: bool) -> bytes:
         """As `encode`, packed as little-endian uint32."""
+        if self._memo is not None and not add_special_tokens:
+            packed = self._memo.encode(text)
+            if packed is not None:
+                return packed
         return np.asarray(self.encode(text, add_special_tokens=add_special_tokens), dtype="<u4").tobytes()
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:

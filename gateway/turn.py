@@ -8,11 +8,11 @@ They are plain frozen values: a codec knows nothing of workers, a dispatcher not
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from gateway.workers.protocol import Chunk, SamplingParams, Started, WorkerInfo
+from gateway.workers.protocol import Chunk, RetentionHint, SamplingParams, Started, WorkerInfo
 from grammar.tools import ResponseFormat, Tool, ToolChoice
 
 
@@ -44,7 +44,9 @@ class TurnError(Exception):
 class SessionRef:
     """Who is talking. `key` is None for a request that names no session; `source` says which header or field named it.
 
-    `tenant` is a digest of the API key ("" without one): two tenants never share a session.
+    `tenant` is a digest of the API key ("" without one): two tenants never share a session. `conflicts`: sources that name
+    another session than the one taken. `final`: the caller says this turn is the last. `ttl`: seconds for which it asks
+    its prefix to be kept.
     """
 
     tenant: str
@@ -52,6 +54,9 @@ class SessionRef:
     source: str | None = None
     parent: str | None = None
     correlation: str | None = None
+    conflicts: tuple[str, ...] = ()
+    final: bool = False
+    ttl: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,7 @@ class Prompt:
     """
 
     packed_token_ids: bytes
-    digests: tuple[bytes, ...]
+    digests: Sequence[bytes]
     grammar: str | None = None
     cache_salt: str | None = None
 
@@ -140,6 +145,16 @@ class Dispatcher(Protocol):
     def pool_info(self, model: str) -> WorkerInfo:
         """What the workers of a model have in common (namespace, block size, context length). Raises TurnError 404 for an
         unknown model, 503 while none of its workers is up."""
+
+    def residency(self, digests: Sequence[bytes]) -> Mapping[str, int]:
+        """Worker -> how many of these blocks, from the first on without a gap, it holds."""
+
+    def supersede(self, model: str, digests: bytes) -> None:
+        """Blocks (joined digests) that no session will come back to: the workers that hold them may give them up first. Returns
+        at once."""
+
+    def retain(self, worker: str, hint: RetentionHint) -> None:
+        """Tells a worker when a session will be back, where it takes such hints. Returns at once."""
 
     def models(self) -> tuple[str, ...]:
         """Names that `model` may have, the default first."""

@@ -48,6 +48,8 @@ class BlockPool:
         self._digests: list[BlockHash | None] = [None] * num_blocks
         self._by_digest: dict[BlockHash, int] = {}
         self._events: list[KVEvent] = []
+        # Referenced blocks that go first once their last user has left them.
+        self._superseded: set[int] = set()
 
     @property
     def num_free(self) -> int:
@@ -117,11 +119,14 @@ class BlockPool:
                 if self._digests[block] is None:
                     raise IntegrityError(f"block {block} is free and cannot be shared")
                 self._policy.remove(block)
+            # Somebody asks for it again, so it is worth what others are worth.
+            self._superseded.discard(block)
             self._references[block] += 1
 
     def free(self, table: Sequence[int]) -> None:
         """Drops one reference from each block of a sequence's table, given in the order of the sequence. What nobody refers
         to any more becomes cached, the tail to be evicted first, or free. Raises IntegrityError on one reference too many."""
+        superseded: list[int] = []
         for block in reversed(table):
             if self._references[block] <= 0:
                 raise IntegrityError(f"block {block} was given back more often than it was taken")
@@ -131,6 +136,28 @@ class BlockPool:
                     self._free.append(block)
                 else:
                     self._policy.add(block)
+                if block in self._superseded:
+                    self._superseded.discard(block)
+                    superseded.append(block)
+        # The tail was left first and must go first, so it is named last.
+        for block in reversed(superseded):
+            self._policy.supersede(block)
+
+    def supersede(self, digests: Iterable[BlockHash]) -> int:
+        """Nobody will ask for these blocks again: they are given up before all others, the last of them first. `digests` in the
+        order of their sequence; unknown ones are skipped. What is in use stays, and goes first once it is left; being touched
+        makes a block like any other again. Returns how many blocks were found."""
+        found = 0
+        for digest in digests:
+            block = self._by_digest.get(digest)
+            if block is None:
+                continue
+            found += 1
+            if self._references[block]:
+                self._superseded.add(block)
+            else:
+                self._policy.supersede(block)
+        return found
 
     def publish(self, blocks: Sequence[int], digests: Sequence[BlockHash], parent: BlockHash) -> list[int]:
         """Makes full, computed blocks of one sequence findable; they follow each other, `parent` is the digest before them.
@@ -181,6 +208,7 @@ class BlockPool:
         while len(self._policy):
             self._free.append(self._policy.pop())
         self._by_digest.clear()
+        self._superseded.clear()
         self._digests = [None] * self.num_blocks
         self._events.append(AllCleared())
 
@@ -222,6 +250,9 @@ class BlockPool:
                 raise IntegrityError(f"block {block} has {references} references but is held {held.get(block, 0)} times")
         if len(self._by_digest) != sum(digest is not None for digest in self._digests):
             raise IntegrityError("a digest leads to a block that does not carry it")
+        idle = [block for block in self._superseded if self._references[block] == 0 or self._digests[block] is None]
+        if idle:
+            raise IntegrityError(f"block {idle[0]} waits to be given up first, but nobody refers to it or it cannot be found")
         if free | cached_set and (max(free | cached_set) >= self.num_blocks or min(free | cached_set) < 0):
             raise IntegrityError("a block that does not exist is free or cached")
 

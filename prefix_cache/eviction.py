@@ -20,6 +20,10 @@ class EvictionPolicy(Protocol):
     def remove(self, block: int) -> None:
         """`block` is in use again, or no longer worth keeping. Raises KeyError when it is not in the order."""
 
+    def supersede(self, block: int) -> None:
+        """`block`, which is in the order, will not be asked for again: it comes before all others. Of several, the one named
+        last comes first. Raises KeyError when it is not in the order."""
+
     def pop(self) -> int:
         """Takes out and returns the block to give up first. Raises KeyError when there is none."""
 
@@ -46,6 +50,9 @@ class LRUPolicy:
 
     def remove(self, block: int) -> None:
         del self._order[block]
+
+    def supersede(self, block: int) -> None:
+        self._order.move_to_end(block, last=False)
 
     def pop(self) -> int:
         return self._order.popitem(last=False)[0]

@@ -9,6 +9,7 @@ them, is the same; so a lookup by digest can never find foreign KV.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import overload
 
 import msgspec
 import numpy as np
@@ -80,6 +81,48 @@ def block_digests(token_ids: TokenIds | bytes, root: BlockHash, block_size: int 
     """Digests of the full blocks of `token_ids` (ids, or ids already packed)."""
     packed = token_ids if isinstance(token_ids, bytes) else pack_tokens(token_ids)
     return list(iter_block_digests(packed, root, block_size))
+
+
+class JoinedDigests(Sequence[BlockHash]):
+    """Digests back to back, read as a sequence: a prompt of 100k tokens has thousands, of which few are looked at."""
+
+    __slots__ = ("joined",)
+
+    def __init__(self, joined: bytes) -> None:
+        """Raises ValueError when the length is no multiple of `DIGEST_BYTES`."""
+        if len(joined) % DIGEST_BYTES:
+            raise ValueError(f"digests take {DIGEST_BYTES} bytes each; {len(joined)} bytes are no whole number of digests")
+        self.joined = joined
+
+    def __len__(self) -> int:
+        return len(self.joined) // DIGEST_BYTES
+
+    @overload
+    def __getitem__(self, at: int) -> BlockHash: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> JoinedDigests: ...
+
+    def __getitem__(self, at: int | slice) -> BlockHash | JoinedDigests:
+        if isinstance(at, slice):
+            start, stop, step = at.indices(len(self))
+            if step != 1:
+                return JoinedDigests(b"".join(self[position] for position in range(start, stop, step)))
+            return JoinedDigests(self.joined[start * DIGEST_BYTES : max(start, stop) * DIGEST_BYTES])
+        if at < 0:
+            at += len(self)
+        if not 0 <= at < len(self):
+            raise IndexError(f"there are {len(self)} digests, not one at {at}")
+        return self.joined[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
+
+    def __iter__(self) -> Iterator[BlockHash]:
+        return iter(split_digests(self.joined))
+
+    def __eq__(self, other: object) -> bool:
+        return self.joined == other.joined if isinstance(other, JoinedDigests) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.joined)
 
 
 def join_digests(digests: Iterable[BlockHash]) -> bytes:

@@ -14,7 +14,7 @@ Pure and single-threaded: no clock, no waiting.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -33,6 +33,9 @@ _SLOT_BITS = (1 << _STRIDE) - 1
 _SWEEP_PER_BLOCK = 4
 _MAX_DEAD_SLOTS = 32
 _MAX_INTERNED = 65_536
+_MAX_WALKS = 4096
+_MAX_STEPS_BACK = 1024
+_STEPS_BACK = 128
 _TIER_BIT = {tier: number for number, tier in enumerate(TIERS)}
 
 
@@ -66,6 +69,16 @@ class _Slot:
         return self.number * _STRIDE
 
 
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """A lookup that came to the block it is remembered by: `alive` held all blocks up to it, others as many as `found` says.
+    True as long as no block has been lost since, of which `losses` were counted then."""
+
+    losses: int
+    alive: int
+    found: dict[str, int]
+
+
 @dataclass(slots=True, eq=False)
 class Prediction:
     """Blocks that a worker will hold soon. Ends by `settle` (and the time given there) or `retract`."""
@@ -78,7 +91,14 @@ class Prediction:
 class ResidencyIndex:
     """Block digest -> workers and tiers. Workers are known by name and come into being with their first message."""
 
-    def __init__(self, max_blocks_per_worker: int = 1_000_000, max_predicted_blocks: int = 1_000_000) -> None:
+    def __init__(
+        self,
+        max_blocks_per_worker: int = 1_000_000,
+        max_predicted_blocks: int = 1_000_000,
+        *,
+        remember_beyond: int = 32,
+    ) -> None:
+        """`remember_beyond`: where walks of more blocks ended is remembered."""
         if max_blocks_per_worker < 1 or max_predicted_blocks < 1:
             raise ValueError("the index must be allowed to hold at least one block per worker and one predicted block")
         self._bound = max_blocks_per_worker
@@ -97,6 +117,9 @@ class ResidencyIndex:
         self._open: dict[Prediction, None] = {}
         self._settled: deque[Prediction] = deque()
         self._predicted = 0
+        self._walks: OrderedDict[BlockHash, _Walk] = OrderedDict()
+        self._losses = 0
+        self._remember_beyond = remember_beyond
 
     # What is known
 
@@ -135,21 +158,23 @@ class ResidencyIndex:
         """How many blocks of a prompt, counted from its beginning without a gap, each worker holds or is predicted to.
 
         Workers that hold nothing of it are absent. Takes one dictionary access per block until nobody is left, and a few
-        operations wherever the set of holders changes.
+        operations wherever the set of holders changes. A prompt that goes on where an earlier one was found to end is only
+        walked from there, as long as no block was lost meanwhile.
         """
-        alive = self._live_ones
-        found: dict[str, int] = {}
-        count = 0
-        for mask, run in groupby(map(self._masks.get, digests)):
+        start, alive, found = self._resume(digests)
+        count = start
+        for mask, run in groupby(map(self._masks.get, digests[start:] if start else digests)):
             left = alive & _fold(mask) if mask is not None else 0
             if left != alive:
                 if count:
                     self._note(found, alive & ~left, count)
+                if not left:
+                    self._remember(digests, count, alive, found)
+                    return found
                 alive = left
-            if not alive:
-                return found
             count += len(list(run))  # The whole run of equal sets is walked in C.
-        if count:
+        if count and alive:
+            self._remember(digests, count, alive, found)
             self._note(found, alive, count)
         return found
 
@@ -214,6 +239,7 @@ class ResidencyIndex:
             return
         del self._names[slot.number]
         self._live_ones &= ~(1 << slot.shift)
+        self._losses += 1
         self._dead.add(slot.number)
         self._dead_bits |= _SLOT_BITS << slot.shift
         if len(self._dead) > _MAX_DEAD_SLOTS:
@@ -300,6 +326,7 @@ class ResidencyIndex:
         for digest in prediction.digests:
             mask = self._masks.get(digest, 0)
             if mask & ~keep:
+                self._lost(mask, mask & keep)
                 self._put(digest, mask & keep)
 
     def expire(self, now: float) -> None:
@@ -309,6 +336,45 @@ class ResidencyIndex:
             self.retract(settled[0])
 
     # Inside
+
+    def _resume(self, digests: Sequence[BlockHash]) -> tuple[int, int, dict[str, int]]:
+        """Where to begin a walk: (blocks that need not be looked at, who holds all of them, how many the others hold)."""
+        for position, walk in self._walks_back(digests):
+            if walk.losses != self._losses:
+                break
+            # Who did not hold all of it may do so by now; then it holds the block that was missing.
+            others = self._live_ones & ~walk.alive
+            while others:
+                low = others & -others
+                others ^= low
+                at = walk.found.get(self._names[(low.bit_length() - 1) // _STRIDE], 0)
+                if _fold(self._masks.get(digests[at], 0)) & low:
+                    return 0, self._live_ones, {}
+            return position + 1, walk.alive, dict(walk.found)
+        return 0, self._live_ones, {}
+
+    def _walks_back(self, digests: Sequence[BlockHash]) -> Iterator[tuple[int, _Walk]]:
+        """Remembered walks that ended within `digests`, the longest first."""
+        end = len(digests)
+        lowest = max(end - _MAX_STEPS_BACK, self._remember_beyond)
+        while end > lowest:
+            start = max(end - _STEPS_BACK, lowest)
+            for offset, walk in enumerate(map(self._walks.get, reversed(list(digests[start:end])))):
+                if walk is not None:
+                    yield end - 1 - offset, walk
+            end = start
+
+    def _remember(self, digests: Sequence[BlockHash], count: int, alive: int, found: dict[str, int]) -> None:
+        if count <= self._remember_beyond:
+            return
+        self._walks[digests[count - 1]] = _Walk(self._losses, alive & self._live_ones, dict(found))
+        if len(self._walks) > _MAX_WALKS:
+            self._walks.popitem(last=False)
+
+    def _lost(self, before: int, after: int) -> None:
+        """A block's holders are `after`, and were `before`: walks over it may be wrong if somebody has gone."""
+        if _fold(before) & ~_fold(after) & self._live_ones:
+            self._losses += 1
 
     def _open_slot(self, worker: str) -> _Slot:
         if self._free:
@@ -361,6 +427,7 @@ class ResidencyIndex:
                 continue
             if mask & bits & ~predicted and not left & bits:
                 slot.blocks -= 1
+            self._lost(mask, left)
             self._put(digest, left)
         self.sweep(len(joined) // DIGEST_BYTES * _SWEEP_PER_BLOCK)
 

@@ -1,7 +1,8 @@
 """Who is talking: the session, its parent and the job it belongs to, read from what agents send anyway.
 
 Pure functions over a request's headers and body; nothing is stored here. The first source of `DEFAULT_ORDER` that yields a
-value names the session (docs/http-api.md lists them for users):
+value names the session; others that name another one are reported as conflicts, and otherwise without effect
+(docs/http-api.md lists them for users):
 
     headers, most specific first     Session-ID, X-Session-ID; X-Claude-Code-Session-ID (with X-Claude-Code-Agent-ID);
                                      Session-ID with Thread-ID, or Thread-ID alone (Codex; older: session_id);
@@ -12,24 +13,33 @@ value names the session (docs/http-api.md lists them for users):
     last                             Correlation-ID, X-Correlation-ID: they group the sessions of a job, and name a
                                      session only where nothing finer does
 
+Beside the name: Session-Final, X-Session-Final or X-Dynamo-Session-Final with a true value says that this turn is the
+session's last; agent_hint.cache_control.ttl how long the caller expects to come back within.
+
 X-Request-ID and traceparent never name a session: they change with every turn. previous_response_id is a hint to a stored
 answer, not a name. Keys come from clients, so they are scoped by tenant, bounded in length and only ever compared whole.
 """
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 MAX_KEY_LENGTH = 128
 """Longer keys are replaced by their digest: a session table must not store what strangers send at length."""
 
+MAX_TTL = 86_400.0
+"""Seconds; a caller that asks for more than a day asks for nothing that could be promised."""
+
 _MAX_USER_ID = 4096
+_TTL = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([smh]?)")
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _CLAUDE_USER_ID = re.compile(r"_session_([0-9A-Za-z-]{8,64})\Z")
 
 
@@ -37,7 +47,9 @@ _CLAUDE_USER_ID = re.compile(r"_session_([0-9A-Za-z-]{8,64})\Z")
 class SessionIdentity:
     """Who sent a request. `key` None: it names no session. `source` is the header or field that named it.
 
-    `tenant` is a digest of the API key ("" without one); equal keys of two tenants are two sessions.
+    `tenant` is a digest of the API key ("" without one); equal keys of two tenants are two sessions. `conflicts`: further
+    sources, in order, that name another session (grouping ones never do). `final`: the turn is the session's last.
+    `ttl`: seconds for which the caller asks its prefix to be kept.
     """
 
     tenant: str
@@ -45,6 +57,9 @@ class SessionIdentity:
     source: str | None = None
     parent: str | None = None
     correlation: str | None = None
+    conflicts: tuple[str, ...] = ()
+    final: bool = False
+    ttl: float | None = None
 
 
 def tenant_of(api_key: str | None) -> str:
@@ -104,14 +119,18 @@ class _Request:
         return None
 
 
-Found = tuple[str, str | None]
-"""A key and, where the source says so, its parent's key."""
+class Found(NamedTuple):
+    """A key and, where the source says so, its parent's key. `parts`: the names that a joined key was made of."""
+
+    key: str
+    parent: str | None = None
+    parts: tuple[str | None, ...] = ()
 
 
 def _header(name: str, parent: str | None = None) -> Callable[[_Request], Found | None]:
     def find(request: _Request) -> Found | None:
         key = request.header(name)
-        return None if key is None else (key, request.header(parent) if parent else None)
+        return None if key is None else Found(key, request.header(parent) if parent else None)
 
     return find
 
@@ -119,7 +138,7 @@ def _header(name: str, parent: str | None = None) -> Callable[[_Request], Found 
 def _field(*path: str, parent: tuple[str, ...] | None = None) -> Callable[[_Request], Found | None]:
     def find(request: _Request) -> Found | None:
         key = request.field(*path)
-        return None if key is None else (key, request.field(*parent) if parent else None)
+        return None if key is None else Found(key, request.field(*parent) if parent else None)
 
     return find
 
@@ -130,8 +149,9 @@ def _claude_code(request: _Request) -> Found | None:
         return None
     agent = request.header("x-claude-code-agent-id")
     if agent is None:
-        return session, None
-    return _joined(session, agent), _joined(session, request.header("x-claude-code-parent-agent-id"))
+        return Found(session)
+    parent = _joined(session, request.header("x-claude-code-parent-agent-id"))
+    return Found(_joined(session, agent), parent, (session, agent))
 
 
 def _codex(session_header: str) -> Callable[[_Request], Found | None]:
@@ -142,8 +162,9 @@ def _codex(session_header: str) -> Callable[[_Request], Found | None]:
         if session is None:
             return None
         parent = request.header("x-codex-parent-thread-id")
-        key = _joined(session, request.header("thread-id"))
-        return key, None if parent is None else _joined(session, parent)
+        thread = request.header("thread-id")
+        up = request.header("x-parent-session-id") if parent is None else _joined(session, parent)
+        return Found(_joined(session, thread), up, (session, thread))
 
     return find
 
@@ -160,9 +181,9 @@ def _claude_user_id(request: _Request) -> Found | None:
         except (msgspec.DecodeError, RecursionError):
             return None
         session = packed.get("session_id") if isinstance(packed, dict) else None
-        return (session, None) if isinstance(session, str) and session else None
+        return Found(session) if isinstance(session, str) and session else None
     match = _CLAUDE_USER_ID.search(user_id)
-    return (match[1], None) if match else None
+    return Found(match[1]) if match else None
 
 
 SOURCES: Mapping[str, Callable[[_Request], Found | None]] = {
@@ -188,6 +209,28 @@ SOURCES: Mapping[str, Callable[[_Request], Found | None]] = {
 
 DEFAULT_ORDER: tuple[str, ...] = tuple(SOURCES)
 
+_NEEDS: Mapping[str, str] = {name: name.split(".")[1] if name.startswith("body.") else name for name in SOURCES}
+"""The header or the field at the top of the body without which a source says nothing."""
+
+GROUPING_SOURCES = frozenset({"x-smg-routing-key", "body.prompt_cache_key", "correlation-id", "x-correlation-id"})
+"""Sources whose value several conversations may share by design: a job, a routing or cache hint. Two turns with one such
+name are not thereby two tries of one turn."""
+
+_JOBS = frozenset({"correlation-id", "x-correlation-id"})
+_FINAL = ("session-final", "x-session-final", "x-dynamo-session-final")
+_TRUE = frozenset({"1", "true", "yes", "on"})
+
+
+def check_order(order: Sequence[str]) -> None:
+    """Raises ValueError, naming the setting and the remedy, for an order that cannot be used."""
+    for position, name in enumerate(order):
+        if name not in SOURCES:
+            near = difflib.get_close_matches(name.lower(), SOURCES, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are: {', '.join(SOURCES)}"
+            raise ValueError(f"sessions.sources has no source named {name!r}; {hint}")
+        if name in order[:position]:
+            raise ValueError(f"sessions.sources names {name!r} twice; remove one of them")
+
 
 def identify(
     headers: Mapping[str, str],
@@ -201,18 +244,53 @@ def identify(
     Raises KeyError when `order` names a source that is not in `SOURCES`.
     """
     request = _Request(headers, body)
-    group = request.header("correlation-id") or request.header("x-correlation-id")
-    correlation = bounded_key(group) if group else None
-    for source in order:
-        found = SOURCES[source](request)
+    # Most requests have one or two of twenty: one look at what is there instead of twenty for what may be.
+    present = {name.lower() for name in headers}
+    group = request.header("correlation-id") or request.header("x-correlation-id") if present & _JOBS else None
+    first: Found | None = None
+    source: str | None = None
+    conflicts: list[str] = []
+    for name in order:
+        needed = _NEEDS[name]
+        if needed not in (body if name.startswith("body.") else present) or (first is not None and name in GROUPING_SOURCES):
+            continue
+        found = SOURCES[name](request)
         if found is None:
             continue
-        key, parent = found
-        return SessionIdentity(
-            tenant=tenant,
-            key=bounded_key(key),
-            source=source,
-            parent=bounded_key(parent) if parent and parent != key else None,
-            correlation=correlation,
-        )
-    return SessionIdentity(tenant=tenant, key=None, correlation=correlation)
+        if first is None:
+            first, source = found, name
+        elif found.key != first.key and found.key not in first.parts:
+            conflicts.append(name)
+    return SessionIdentity(
+        tenant=tenant,
+        key=None if first is None else bounded_key(first.key),
+        source=source,
+        parent=bounded_key(first.parent) if first is not None and first.parent and first.parent != first.key else None,
+        correlation=bounded_key(group) if group else None,
+        conflicts=tuple(conflicts),
+        final=first is not None and not present.isdisjoint(_FINAL) and _is_final(request),
+        ttl=_ttl(body),
+    )
+
+
+def _is_final(request: _Request) -> bool:
+    for name in _FINAL:
+        value = request.header(name)
+        if value is not None:
+            return value.lower() in _TRUE
+    return False
+
+
+def _ttl(body: Mapping[str, Any]) -> float | None:
+    """agent_hint.cache_control.ttl in seconds: a number, or a number with s, m or h (Anthropic writes "5m" and "1h")."""
+    hint = body.get("agent_hint")
+    control = hint.get("cache_control") if isinstance(hint, Mapping) else None
+    ttl = control.get("ttl") if isinstance(control, Mapping) else None
+    if isinstance(ttl, str):
+        match = _TTL.fullmatch(ttl.strip())
+        if match is None:
+            return None
+        ttl = float(match[1]) * _UNITS[match[2]]
+    if isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 < ttl <= MAX_TTL:
+        return None
+    return float(ttl)

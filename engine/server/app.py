@@ -16,16 +16,29 @@ from engine.server.bodies import check_generate, decode, read_body
 from engine.server.config import ServerConfig
 from engine.server.metrics import CONTENT_TYPE, EngineMetrics
 from engine.server.replies import errors_as_replies, json_reply, refusal
+from engine.server.retention import WaitingTable
 from engine.thread import EngineThread, Unavailable
-from gateway.workers.protocol import AbortReply, AbortRequest, Chunk, GenerateRequest
+from gateway.workers.protocol import (
+    MAX_RETENTION_HINTS,
+    AbortReply,
+    AbortRequest,
+    Chunk,
+    GenerateRequest,
+    RetainReply,
+    RetainRequest,
+    SupersedeReply,
+    SupersedeRequest,
+)
 from prefix_cache.event_log import Subscription
 from prefix_cache.events import KVMessage
+from prefix_cache.hashing import DIGEST_BYTES, split_digests
 
 logger = logging.getLogger(__name__)
 
 NDJSON = "application/x-ndjson"
 
 _ABORT_BODY = 64 * 1024
+_RETAIN_BODY = 8 * 2**20
 _EVENT_BATCHES = 256  # written at a time
 _TRACE_HEADERS = ("traceparent", "tracestate")
 
@@ -40,6 +53,7 @@ class ReplicaApp:
         self._encoder = msgspec.json.Encoder()
         self._closing = False
         self._wakes: set[asyncio.Event] = set()
+        self.waiting = WaitingTable()
         self.app = web.Application(middlewares=[errors_as_replies])
         self.app.add_routes(
             [
@@ -48,6 +62,9 @@ class ReplicaApp:
                 web.get("/v1/stats", self._stats),
                 web.post("/v1/generate", self._generate),
                 web.post("/v1/abort", self._abort),
+                web.post("/v1/supersede", self._supersede),
+                web.post("/v1/retain", self._retain),
+                web.get("/v1/retain", self._waiting_sessions),
                 web.get("/v1/kv_events", self._kv_events),
                 web.get("/metrics", self._render_metrics),
             ]
@@ -55,7 +72,7 @@ class ReplicaApp:
 
     def attach(self, engine: EngineThread) -> None:
         """From now on requests go to `engine`, which has been started."""
-        self._metrics = EngineMetrics(engine)
+        self._metrics = EngineMetrics(engine, self.waiting)
         engine.observers.append(self._metrics)
         self._engine = engine
 
@@ -95,6 +112,31 @@ class ReplicaApp:
         body = await read_body(request, _ABORT_BODY, self._config.body_timeout)
         return json_reply(AbortReply(await engine.abort(decode(request, body, AbortRequest).request_id)))
 
+    async def _supersede(self, request: web.Request) -> web.StreamResponse:
+        engine = self._ready_engine()
+        limit = 2 * DIGEST_BYTES * engine.info.num_blocks + _ABORT_BODY
+        body = await read_body(request, limit, self._config.body_timeout)
+        joined = decode(request, body, SupersedeRequest).digests
+        if len(joined) % DIGEST_BYTES:
+            message = f"digests take {DIGEST_BYTES} bytes each; {len(joined)} bytes are no whole number of them."
+            raise RequestRefused("invalid_request", message, "digests")
+        return json_reply(SupersedeReply(await engine.supersede(split_digests(joined))))
+
+    async def _retain(self, request: web.Request) -> web.StreamResponse:
+        self._ready_engine()
+        body = await read_body(request, _RETAIN_BODY, self._config.body_timeout)
+        hints = decode(request, body, RetainRequest).hints
+        if len(hints) > MAX_RETENTION_HINTS:
+            message = f"{len(hints)} hints came at once; send at most {MAX_RETENTION_HINTS}."
+            raise RequestRefused("invalid_request", message, "hints")
+        for hint in hints:
+            self.waiting.told(hint)
+        return json_reply(RetainReply(len(self.waiting)))
+
+    async def _waiting_sessions(self, request: web.Request) -> web.StreamResponse:
+        self._ready_engine()
+        return json_reply(self.waiting.shown())
+
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         arrived = time.monotonic()
         engine = self._ready_engine()
@@ -103,6 +145,7 @@ class ReplicaApp:
         wanted = decode(request, body, GenerateRequest)
         del body
         check_generate(wanted)
+        self.waiting.returned(wanted.tenant, wanted.session)
         trace_headers = {name: request.headers[name] for name in _TRACE_HEADERS if name in request.headers}
         stream = await engine.submit(wanted, arrived, trace_headers)
         response = web.StreamResponse(headers={"Content-Type": NDJSON})

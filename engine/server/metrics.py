@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
+from engine.server.retention import WaitingTable
 from engine.server.stream import RequestStream
 from engine.thread import EngineThread
 from gateway.workers.protocol import Chunk, Done, Failed, Started, Tokens
@@ -29,9 +30,9 @@ _STEP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0,
 class EngineMetrics:
     """An observer of an `EngineThread`."""
 
-    def __init__(self, engine: EngineThread) -> None:
+    def __init__(self, engine: EngineThread, waiting: WaitingTable) -> None:
         registry = CollectorRegistry(auto_describe=True)
-        registry.register(_StatsCollector(engine))
+        registry.register(_StatsCollector(engine, waiting))
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"{_PREFIX}{name}_seconds", text, buckets=buckets, registry=registry)
@@ -82,8 +83,9 @@ def outcome_of(stream: RequestStream) -> str:
 
 
 class _StatsCollector(Collector):
-    def __init__(self, engine: EngineThread) -> None:
+    def __init__(self, engine: EngineThread, waiting: WaitingTable) -> None:
         self._engine = engine
+        self._waiting = waiting
 
     def describe(self) -> Iterable[GaugeMetricFamily]:
         return ()
@@ -114,6 +116,7 @@ class _StatsCollector(Collector):
             ("prefill_tokens_per_second", "Prefill rate of the last steps.", stats.prefill_tokens_per_second),
             ("decode_tokens_per_second", "Decode rate of the last steps.", stats.decode_tokens_per_second),
             ("event_subscribers", "Open KV event streams.", self._engine.events.subscribers),
+            ("waiting_sessions", "Sessions between two turns, by the hints of gateways.", len(self._waiting)),
             ("event_log_bytes", "KV events kept for replay.", self._engine.events.tail_bytes),
         ):
             yield GaugeMetricFamily(_PREFIX + name, text, value)
@@ -125,6 +128,7 @@ class _StatsCollector(Collector):
             ("cached_tokens", "Prompt tokens whose KV was in the cache.", stats.cached_tokens_total),
             ("generated_tokens", "Tokens generated.", stats.generated_tokens_total),
             ("preemptions", "Sequences that gave their blocks back to be computed again.", stats.preemptions_total),
+            ("retention_hints", "Hints of gateways when a session will be back.", self._waiting.hints),
             ("kv_event_batches", "KV event batches published.", self._engine.events.seq),
         ):
             yield CounterMetricFamily(_PREFIX + name, text, value)

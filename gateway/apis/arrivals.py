@@ -11,6 +11,7 @@ from gateway.apis.endpoint import Arrival
 from gateway.apis.headers import KNOWN_AS
 from gateway.auth import ApiKeys
 from gateway.config import GatewayConfig
+from gateway.telemetry.stages import StageTimes
 from gateway.turn import SessionRef
 from sessions.identity import identify
 
@@ -18,7 +19,8 @@ from sessions.identity import identify
 class Arrivals:
     """Turns an HTTP request into an Arrival. Every method raises TurnError."""
 
-    def __init__(self, config: GatewayConfig) -> None:
+    def __init__(self, config: GatewayConfig, stages: StageTimes) -> None:
+        self._stages = stages
         self._keys = ApiKeys(config.api_keys)
         self._http = config.http
         self._sources = config.session_sources
@@ -32,14 +34,23 @@ class Arrivals:
         self.tenant(request)
         wall_clock, monotonic = time.time(), time.monotonic()
         raw = await read_body(request, max_bytes=self._http.max_body_bytes, timeout=self._http.body_timeout)
-        body, warnings = parse_object(raw)
+        with self._stages.spent("parse"):
+            body, warnings = parse_object(raw)
         return Arrival(request, request[KNOWN_AS], body, wall_clock, monotonic), warnings
 
     async def turn(self, request: web.Request) -> tuple[Arrival, SessionRef, list[str]]:
         """As `body`, with the session that the request belongs to."""
         arrival, warnings = await self.body(request)
-        found = identify(request.headers, arrival.body, tenant=self.tenant(request), order=self._sources)
-        session = SessionRef(
-            tenant=found.tenant, key=found.key, source=found.source, parent=found.parent, correlation=found.correlation
-        )
+        with self._stages.spent("identity"):
+            found = identify(request.headers, arrival.body, tenant=self.tenant(request), order=self._sources)
+            session = SessionRef(
+                tenant=found.tenant,
+                key=found.key,
+                source=found.source,
+                parent=found.parent,
+                correlation=found.correlation,
+                conflicts=found.conflicts,
+                final=found.final,
+                ttl=found.ttl,
+            )
         return arrival, session, warnings

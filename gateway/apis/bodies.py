@@ -86,7 +86,7 @@ def parse_object(raw: bytes) -> tuple[dict[str, Any], list[str]]:
 def _check_containers(raw: bytes) -> None:
     """Raises TurnError 400 for more than MAX_CONTAINERS. Looks into the text only where there are that many brackets, and
     no further than needed, as this is done while every stream waits."""
-    if raw.count(b"[") + raw.count(b"{") <= MAX_CONTAINERS:
+    if len(raw) <= MAX_CONTAINERS or raw.count(b"[") + raw.count(b"{") <= MAX_CONTAINERS:
         return
     found = at = 0
     for strings, text in enumerate(_STRING.finditer(raw)):

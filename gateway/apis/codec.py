@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gateway.choices import TurnEvent
 from gateway.running import RunningTurn
 from gateway.telemetry.telemetry import Operation
 from gateway.turn import TurnError
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerIdentity:
+    """`envelope`: id, time and model. `prompt_ids`: of the prompts, where they were asked for; filled once they are known."""
+
+    envelope: Mapping[str, Any]
+    prompt_ids: list[Any]
 
 
 class Answer(Protocol):
@@ -23,6 +33,14 @@ class Answer(Protocol):
     @property
     def operation(self) -> Operation:
         """Name of the operation for telemetry."""
+
+    @property
+    def identity(self) -> AnswerIdentity:
+        """What makes it this answer and no other of the same words."""
+
+    def adopt(self, identity: AnswerIdentity) -> None:
+        """This request is another try of one whose answer has this identity, in the same dialect: it gets the same. Called
+        before anything else."""
 
     def body(self, running: RunningTurn) -> dict[str, Any]:
         """The whole answer of a turn that has ended, as JSON values."""

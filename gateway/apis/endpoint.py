@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,21 +13,32 @@ import orjson
 from aiohttp import web
 
 from gateway.apis.codec import Answer
-from gateway.apis.headers import REQUEST_ID, placement_headers, session_headers, warning_header
+from gateway.apis.headers import (
+    REQUEST_ID,
+    attached_header,
+    miss_header,
+    placement_headers,
+    session_headers,
+    warning_header,
+)
 from gateway.apis.sse import PING, ClientGoneError, EventStream
 from gateway.choices import ChoiceDelta, TurnEvent
 from gateway.config import HttpConfig
+from gateway.histories.keeper import TurnHistory
 from gateway.models import ServedModel
 from gateway.pipeline import Pipeline
 from gateway.running import RunningTurn
 from gateway.turn import Prompt, Turn, TurnError, TurnRecord
+from gateway.turns.registry import Joined, TurnRegistry, idempotency_key
+from gateway.turns.shared import Begun, Reader
 from gateway.workers.protocol import WorkerInfo
 
 log = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
 
-MakePrompts = Callable[[WorkerInfo], Awaitable[Sequence[Prompt]]]
+MakePrompts = Callable[[WorkerInfo], Awaitable[tuple[Sequence[Prompt], TurnHistory | None]]]
+"""The prompts of a turn, and its part in its session where it has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +66,10 @@ class _Outcome:
 class TurnEndpoint:
     """Delivers turns. One object serves every API of the gateway."""
 
-    def __init__(self, pipeline: Pipeline, http: HttpConfig) -> None:
+    def __init__(self, pipeline: Pipeline, http: HttpConfig, turns: TurnRegistry) -> None:
         self._pipeline = pipeline
         self._http = http
+        self._turns = turns
 
     async def deliver(
         self,
@@ -72,35 +83,70 @@ class TurnEndpoint:
     ) -> web.StreamResponse:
         """Runs a turn to its end. Raises TurnError as long as nothing was sent; later errors become part of the stream.
 
-        A client that leaves cancels this coroutine (the server runs with handler_cancellation), which ends the generation
-        on its worker, queued, prefilling or decoding.
+        A request that is another try of a turn in flight reads along there. A client that leaves cancels this coroutine (the
+        server runs with handler_cancellation); the last one that reads a turn ends the generation on its worker, queued,
+        prefilling or decoding.
         """
         span = self._pipeline.telemetry.start_turn(answer.operation, turn, arrival.request.headers)
         outcome = _Outcome()
         failure: BaseException | None = None
         response: web.StreamResponse | None = None
         stream: EventStream | None = None
-        try:
+        joined: Joined | None = None
+        begun: Begun | None = None
+
+        async def start() -> Begun:
             info = self._pipeline.pool_info(model)
-            prompts = await make_prompts(info)
-            running = await self._pipeline.run(model, turn, prompts, info, span.trace_headers(), plain=plain)
-            outcome.running = running
+            prompts, history = await make_prompts(info)
+            watched = self._pipeline.watch.began(turn, history)
             try:
-                for receipt in running.receipts:
-                    span.dispatched(receipt)
+                running = await self._pipeline.run(model, turn, prompts, info, span.trace_headers(), plain=plain)
+            except BaseException:
+                await asyncio.shield(self._pipeline.settle(history, None))
+                raise
+            for receipt in running.receipts:
+                span.dispatched(receipt)
+            return Begun(running, history, watched)
 
-                def first_token() -> None:
-                    outcome.first_token = time.monotonic() - arrival.monotonic
-                    span.first_token()
+        async def settle(begun: Begun, complete: bool) -> None:
+            running = begun.running if complete else None
+            self._pipeline.watch.ended(begun.watched, running)
+            await self._pipeline.settle(begun.history, running, final=turn.session.final)
 
+        def first_token() -> None:
+            outcome.first_token = time.monotonic() - arrival.monotonic
+            span.first_token()
+
+        try:
+            joined = self._turns.join(
+                session=turn.session,
+                idempotency_key=idempotency_key(arrival.request.headers),
+                body=arrival.body,
+                request_id=arrival.request_id,
+                answer=answer,
+                stream=turn.stream,
+                start=start,
+                settle=settle,
+            )
+            if joined.refused:
+                self._pipeline.telemetry.turn_attached("refused")
+            if joined.how is not None:
+                answer.adopt(joined.answer)
+                span.attached(joined.how, joined.first)
+            try:
+                begun = await joined.reader.shared.begun()
+                outcome.running = begun.running
+                if joined.how is not None:
+                    for receipt in outcome.running.receipts:
+                        span.dispatched(receipt, counted=False)
                 if turn.stream:
                     stream = EventStream(arrival.request, write_timeout=self._http.write_timeout)
                     response = stream.response
-                    failure = await self._stream(stream, arrival, turn, running, answer, first_token)
+                    failure = await self._stream(stream, arrival, turn, joined, begun, answer, first_token)
                 else:
-                    response = await self._whole(arrival, turn, running, answer, first_token)
+                    response = await self._whole(arrival, turn, joined, begun, answer, first_token)
             finally:
-                await running.aclose()
+                await self._turns.leave(joined)
         except BaseException as error:
             # Hanging up after the last event is how a satisfied client leaves; it is not the turn's failure.
             satisfied = stream is not None and stream.delivered and isinstance(error, ClientGoneError | asyncio.CancelledError)
@@ -111,7 +157,10 @@ class TurnEndpoint:
             if failure is None and outcome.running is not None:
                 outcome.status = 200
                 outcome.response = answer.body(outcome.running)
-            self._conclude(arrival, turn, model, answer, outcome, failure)
+            tell = failure is not None or joined is None or joined.tell_once()
+            self._conclude(arrival, turn, model, answer, outcome, failure, tell=tell)
+            if begun is not None and begun.watched is not None and begun.watched.miss is not None:
+                span.missed(begun.watched.miss)
             if failure is None and outcome.running is not None:
                 usage = outcome.running.usage
                 span.finished(
@@ -121,6 +170,7 @@ class TurnEndpoint:
                     prompt_tokens=usage.prompt_tokens,
                     cached_tokens=usage.cached_tokens,
                     completion_tokens=usage.completion_tokens,
+                    counted=tell,
                 )
             elif failure is not None:
                 span.failed(asyncio.CancelledError() if isinstance(failure, ClientGoneError) else failure)
@@ -129,66 +179,56 @@ class TurnEndpoint:
         return response
 
     async def _whole(
-        self, arrival: Arrival, turn: Turn, running: RunningTurn, answer: Answer, first_token: Callable[[], None]
+        self,
+        arrival: Arrival,
+        turn: Turn,
+        joined: Joined,
+        begun: Begun,
+        answer: Answer,
+        first_token: Callable[[], None],
     ) -> web.Response:
-        async with aclosing(running.events()) as events:
-            seen = False
-            async for event in events:
-                if not seen and _has_tokens(event):
-                    seen = True
-                    first_token()
-        headers = {
+        reader, running = joined.reader, begun.running
+        seen = False
+        while await reader.wait() and (event := reader.take()) is not None:
+            if not seen and _has_tokens(event):
+                seen = True
+                first_token()
+        headers = self._headers(arrival, turn, joined, begun, started=True)
+        return web.Response(body=orjson.dumps(answer.body(running)), content_type="application/json", headers=headers)
+
+    def _headers(self, arrival: Arrival, turn: Turn, joined: Joined, begun: Begun, *, started: bool) -> dict[str, str]:
+        watched = begun.watched
+        if started:
+            self._pipeline.watch.started(watched, begun.running)
+        miss = watched.miss if watched is not None else None
+        return {
             REQUEST_ID: arrival.request_id,
             **session_headers(turn.session),
-            **placement_headers(running, started=True),
+            **placement_headers(begun.running, started=started),
+            **miss_header(miss),
+            **attached_header(joined.how, joined.first),
             **warning_header(turn.warnings),
         }
-        return web.Response(body=orjson.dumps(answer.body(running)), content_type="application/json", headers=headers)
 
     async def _stream(
         self,
         stream: EventStream,
         arrival: Arrival,
         turn: Turn,
-        running: RunningTurn,
+        joined: Joined,
+        begun: Begun,
         answer: Answer,
         first_token: Callable[[], None],
     ) -> TurnError | None:
         """Returns the error that the stream ended with. Raises TurnError while nothing was sent, ClientGoneError."""
-        starting = asyncio.ensure_future(running.started())
-        try:
-            return await self._stream_from(starting, stream, arrival, turn, running, answer, first_token)
-        finally:
-            starting.cancel()
-            await asyncio.gather(starting, return_exceptions=True)
-
-    async def _stream_from(
-        self,
-        starting: asyncio.Future[None],
-        stream: EventStream,
-        arrival: Arrival,
-        turn: Turn,
-        running: RunningTurn,
-        answer: Answer,
-        first_token: Callable[[], None],
-    ) -> TurnError | None:
         # The headers can say what was cached once the prompts have left their queues; but they do not wait for ever.
-        await asyncio.wait({starting}, timeout=self._http.headers_within)
-        if starting.done():
-            starting.result()
-        started = starting.done()
-        headers = {
-            REQUEST_ID: arrival.request_id,
-            **session_headers(turn.session),
-            **placement_headers(running, started=started),
-            **warning_header(turn.warnings),
-        }
-        await stream.open(headers)
+        running = begun.running
+        started = await joined.reader.shared.wait_started(self._http.headers_within)
+        await stream.open(self._headers(arrival, turn, joined, begun, started=started))
         await stream.send(answer.opening(running))
         failure: TurnError | None = None
         try:
-            async with aclosing(_after(starting, running)) as events:
-                await self._pump(stream, events, answer, first_token)
+            await self._pump(stream, joined.reader, answer, first_token)
             await stream.send(answer.closing(running), last=True)
         except TurnError as error:
             failure = error
@@ -202,37 +242,21 @@ class TurnEndpoint:
         await stream.close()
         return failure
 
-    async def _pump(
-        self,
-        stream: EventStream,
-        events: AsyncGenerator[TurnEvent, None],
-        answer: Answer,
-        first_token: Callable[[], None],
-    ) -> None:
+    async def _pump(self, stream: EventStream, reader: Reader, answer: Answer, first_token: Callable[[], None]) -> None:
         """Events to the client; a comment whenever nothing was sent for `ping_interval`, also while text is withheld."""
         interval = self._http.ping_interval
-        waiting: asyncio.Future[TurnEvent | None] | None = None
         seen = False
-        try:
-            while True:
-                if waiting is None:
-                    waiting = asyncio.ensure_future(anext(events, None))
-                await asyncio.wait({waiting}, timeout=max(0.0, interval - stream.idle))
-                if waiting.done():
-                    event = waiting.result()
-                    waiting = None
-                    if event is None:
-                        return
-                    if not seen and _has_tokens(event):
-                        seen = True
-                        first_token()
-                    await stream.send(answer.event(event))
-                if stream.idle >= interval:
-                    await stream.send(PING)
-        finally:
-            if waiting is not None:
-                waiting.cancel()
-                await asyncio.gather(waiting, return_exceptions=True)
+        while True:
+            if await reader.wait(max(0.0, interval - stream.idle)):
+                event = reader.take()
+                if event is None:
+                    return
+                if not seen and _has_tokens(event):
+                    seen = True
+                    first_token()
+                await stream.send(answer.event(event))
+            if stream.idle >= interval:
+                await stream.send(PING)
 
     def _conclude(
         self,
@@ -242,6 +266,8 @@ class TurnEndpoint:
         answer: Answer,
         outcome: _Outcome,
         failure: BaseException | None,
+        *,
+        tell: bool,
     ) -> None:
         if isinstance(failure, TurnError):
             outcome.status, outcome.error = failure.status, failure.message
@@ -270,7 +296,8 @@ class TurnEndpoint:
             worker=running.workers if running is not None else None,
             error=outcome.error,
         )
-        self._pipeline.tell(record)
+        if tell:
+            self._pipeline.tell(record)
         log.info(
             "%s %s request=%s session=%s status=%d worker=%s prompt=%d cached=%d generated=%d seconds=%.3f%s",
             record.dialect,
@@ -285,14 +312,6 @@ class TurnEndpoint:
             duration,
             f" error={record.error!r}" if record.error else "",
         )
-
-
-async def _after(starting: asyncio.Future[None], running: RunningTurn) -> AsyncGenerator[TurnEvent, None]:
-    """The events of a turn; until it has started nobody else may wait on its generations."""
-    await starting
-    async with aclosing(running.events()) as events:
-        async for event in events:
-            yield event
 
 
 def _has_tokens(event: TurnEvent) -> bool:

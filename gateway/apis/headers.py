@@ -10,6 +10,7 @@ from aiohttp import web
 
 from gateway.running import RunningTurn
 from gateway.turn import SessionRef
+from sessions.explain.misses import Miss
 
 REQUEST_ID = "X-Request-ID"
 KNOWN_AS = web.RequestKey("known_as", str)
@@ -18,6 +19,8 @@ REPLICA = "X-Turnkeep-Replica"
 SESSION = "X-Turnkeep-Session"
 CACHED_TOKENS = "X-Turnkeep-Cached-Tokens"
 PROMPT_TOKENS = "X-Turnkeep-Prompt-Tokens"
+MISS = "X-Turnkeep-Miss"
+ATTACHED = "X-Turnkeep-Attached"
 WARNING = "X-Turnkeep-Warning"
 
 _MAX_REQUEST_ID = 128
@@ -38,6 +41,25 @@ def session_headers(session: SessionRef) -> dict[str, str]:
     if session.key is None:
         return {}
     return {SESSION: f"{quote(session.key, safe='/:')}; source={session.source}"}
+
+
+def miss_header(miss: Miss | None) -> dict[str, str]:
+    """Why the turn reused less than its predecessor left: cause, where in the request, tokens computed again, seconds lost.
+    Nothing for a turn that missed nothing."""
+    if miss is None:
+        return {}
+    parts: list[str] = [miss.cause]
+    if miss.path:
+        parts.append(f"path={quote(miss.path, safe='[].*_-/:@')}")
+    parts.append(f"tokens={miss.lost_tokens}")
+    if miss.lost_seconds is not None:
+        parts.append(f"seconds={miss.lost_seconds:.3f}")
+    return {MISS: "; ".join(parts)}
+
+
+def attached_header(how: str | None, first: str) -> dict[str, str]:
+    """`running` or `finished`, and the id of the request that began the turn. Nothing for that one itself."""
+    return {} if how is None else {ATTACHED: f"{how}; request={first}"}
 
 
 def warning_header(warnings: Iterable[str]) -> dict[str, str]:

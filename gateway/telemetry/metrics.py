@@ -6,10 +6,13 @@ from collections import Counter as Count
 from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from gateway.telemetry.stages import StageTimes
 from gateway.workers.views import WorkerView
+from sessions.shared import SharedSessions
+from sessions.store import StoreStats
 
 # Buckets of gen_ai.server.request.duration, .time_to_first_token and .time_per_output_token, in seconds.
 DURATION_BUCKETS = tuple(0.01 * 2**power for power in range(14))
@@ -52,8 +55,27 @@ class GatewayMetrics:
         self.worker_failures = counter(
             "worker_failures", "Requests that a worker failed before its first chunk; they were tried elsewhere", "worker"
         )
+        self.misses = counter("misses", "Turns that reused less than their predecessors left, by cause", "cause")
+        self.missed_tokens = counter("missed_tokens", "Tokens that such turns had computed again, by cause", "cause")
+        self.attached = counter(
+            "turns_attached",
+            "Retries of a turn: attached to it while it ran, answered from what was kept, refused as too much was said",
+            "result",
+        )
+        self.histories = counter(
+            "histories", "Prompts by how they were made of their session's ledger: new, tail, whole, text", "path"
+        )
+        self.history_fallbacks = counter(
+            "history_fallbacks", "What kept a prompt from being spliced or cut, by reason (docs/sessions.md)", "reason"
+        )
+        self.history_tokens = counter(
+            "history_tokens", "Prompt tokens by where they come from: reused or spliced from a ledger, or tokenised", "source"
+        )
+        self.superseded_blocks = counter("superseded_blocks", "Blocks that a session's rewritten history left behind")
         self.spans = counter("spans", "Spans handed to the OTLP exporter, by result", "result")
         self.in_flight = Gauge(prefix + "turns_in_flight", "Turns that have arrived and not ended", registry=self.registry)
+        self.stages = StageTimes()
+        self.registry.register(_StagesCollector(self.stages))
         self._models: set[str] = set()
         self._workers: set[str] = set()
         ProcessCollector(registry=self.registry)
@@ -70,9 +92,39 @@ class GatewayMetrics:
         """Where to find the workers when somebody scrapes. Call once."""
         self.registry.register(_PoolCollector(workers))
 
+    def watch_sessions(self, stats: Callable[[], StoreStats]) -> None:
+        """Where to find the sessions when somebody scrapes. Call once."""
+        self.registry.register(_SessionsCollector(stats))
+
+    def watch_shared_sessions(self, shared: SharedSessions) -> None:
+        """Where to find how it goes with Redis when somebody scrapes. Call once."""
+        self.registry.register(_SharedCollector(shared))
+
     def render(self) -> bytes:
         """The text exposition."""
         return generate_latest(self.registry)
+
+
+class _SharedCollector(Collector):
+    def __init__(self, shared: SharedSessions) -> None:
+        self._shared = shared
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        prefix, shared = "turnkeep_gateway_redis_", self._shared
+        yield GaugeMetricFamily(prefix + "up", "1 while Redis is in use, 0 while it is gone", float(shared.up))
+        yield GaugeMetricFamily(prefix + "unsaved_sessions", "Sessions whose last write waits for Redis", shared.unsaved)
+        calls = CounterMetricFamily(prefix + "calls", "Calls to Redis by how they ended", labels=("operation", "result"))
+        for (operation, result), count in sorted(shared.calls.items()):
+            calls.add_metric((operation, result), count)
+        yield calls
+        events = CounterMetricFamily(prefix + "events", "What happened to entries in Redis", labels=("event",))
+        for event, count in sorted(shared.events.items()):
+            events.add_metric((event,), count)
+        yield events
 
 
 class _PoolCollector(Collector):
@@ -105,6 +157,38 @@ class _PoolCollector(Collector):
                 if value is not None:
                     family.add_metric((view.name,), value)
             yield family
+
+
+class _StagesCollector(Collector):
+    def __init__(self, stages: StageTimes) -> None:
+        self._stages = stages
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        family = CounterMetricFamily(
+            "turnkeep_gateway_stage_cpu_seconds", "Processor time of turns by stage, on whichever thread", labels=("stage",)
+        )
+        for stage, seconds in self._stages.seconds.items():
+            family.add_metric((stage,), seconds)
+        yield family
+
+
+class _SessionsCollector(Collector):
+    def __init__(self, stats: Callable[[], StoreStats]) -> None:
+        self._stats = stats
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        stats, prefix = self._stats(), "turnkeep_gateway_"
+        yield GaugeMetricFamily(prefix + "sessions", "Sessions whose ledgers this process holds", value=stats.sessions)
+        yield GaugeMetricFamily(prefix + "sessions_bytes", "What those ledgers take in memory", value=stats.bytes)
+        yield CounterMetricFamily(
+            prefix + "sessions_evicted", "Sessions dropped to stay within sessions.max_bytes", value=stats.evicted
+        )
 
 
 def _bounded(known: set[str], name: str, limit: int) -> str:

@@ -49,6 +49,9 @@ def turn_attributes(operation: str, turn: Turn) -> dict[str, AttributeValue]:
         "turnkeep.request.id": turn.request_id,
         "turnkeep.session.source": turn.session.source,
         "turnkeep.session.parent": turn.session.parent,
+        "turnkeep.session.correlation": turn.session.correlation,
+        "turnkeep.session.conflicts": turn.session.conflicts or None,
+        "turnkeep.session.final": turn.session.final or None,
         "turnkeep.request.tools": len(turn.tools) or None,
     }
     return {name: value for name, value in values.items() if value is not None}

@@ -11,8 +11,14 @@ from gateway.telemetry.context import trace_context
 from gateway.telemetry.failures import classify
 from gateway.telemetry.metrics import GatewayMetrics
 from gateway.telemetry.names import turn_attributes
+from gateway.telemetry.stages import StageTimes
 from gateway.turn import Receipt, Turn
 from gateway.workers.views import WorkerView
+from prefix_cache.hashing import DIGEST_BYTES
+from sessions.continuation import Continuation
+from sessions.explain.misses import Miss
+from sessions.shared import SharedSessions
+from sessions.store import StoreStats
 
 if TYPE_CHECKING:
     from gateway.telemetry.spans import OpenSpan, Tracing
@@ -48,11 +54,12 @@ class TurnSpan:
         """W3C headers to send to the worker: this span as parent, or the caller's context when spans are off."""
         return dict(self._carrier) if self._span is None else self._span.headers()
 
-    def dispatched(self, receipt: Receipt) -> None:
-        """A prompt of the turn was accepted by a worker."""
-        self._metrics.routes.labels(receipt.reason).inc()
+    def dispatched(self, receipt: Receipt, *, counted: bool = True) -> None:
+        """A prompt of the turn was accepted by a worker. `counted` False: for another request, which this one reads along."""
+        if counted:
+            self._metrics.routes.labels(receipt.reason).inc()
         self._matched_tokens += receipt.matched_tokens
-        if self._span is not None:
+        if self._span is not None and not self._ended:
             placed: dict[str, str | int] = {
                 "turnkeep.replica": receipt.worker,
                 "turnkeep.route.reason": receipt.reason,
@@ -61,6 +68,30 @@ class TurnSpan:
             }
             self._span.set(placed)
             self._span.event("turnkeep.dispatched", placed)
+
+    def attached(self, how: str, first: str) -> None:
+        """The request reads along with a turn that request `first` began: still `running`, or `finished` and kept."""
+        self._metrics.attached.labels(how).inc()
+        if self._span is not None:
+            self._span.set({"turnkeep.turn.attached": how, "turnkeep.turn.first_request": first})
+
+    def missed(self, miss: Miss) -> None:
+        """The turn reused less than its predecessor left. `Telemetry.missed` counts it."""
+        if self._span is not None and not self._ended:
+            known: dict[str, str | int | float] = {
+                "turnkeep.miss.cause": miss.cause,
+                "turnkeep.miss.lost_tokens": miss.lost_tokens,
+                "turnkeep.miss.shared_tokens": miss.tokens,
+            }
+            if miss.path:
+                known |= {
+                    "turnkeep.miss.path": miss.path,
+                    "turnkeep.miss.field_bytes": miss.field_bytes,
+                    "turnkeep.miss.text_bytes": miss.text_bytes,
+                }
+            if miss.lost_seconds is not None:
+                known["turnkeep.miss.lost_seconds"] = miss.lost_seconds
+            self._span.set(known)
 
     def first_token(self) -> None:
         """The first token has come; later calls do nothing."""
@@ -81,15 +112,17 @@ class TurnSpan:
         prompt_tokens: int,
         cached_tokens: int,
         completion_tokens: int,
+        counted: bool = True,
     ) -> None:
-        """The turn was answered. Tokens are summed over its prompts and choices."""
+        """The turn was answered. Tokens are summed over its prompts and choices; `counted` False: for another request."""
         if self._ended:
             return
         metrics, model = self._metrics, self._model
-        metrics.prompt_tokens.labels(model).inc(prompt_tokens)
-        metrics.cached_tokens.labels(model).inc(cached_tokens)
-        metrics.promised_tokens.labels(model).inc(self._matched_tokens)
-        metrics.completion_tokens.labels(model).inc(completion_tokens)
+        if counted:
+            metrics.prompt_tokens.labels(model).inc(prompt_tokens)
+            metrics.cached_tokens.labels(model).inc(cached_tokens)
+            metrics.promised_tokens.labels(model).inc(self._matched_tokens)
+            metrics.completion_tokens.labels(model).inc(completion_tokens)
         if self._first_token is not None and completion_tokens > 1:
             seconds = (self._clock() - self._first_token) / (completion_tokens - 1)
             metrics.per_token.labels(self._operation, model).observe(seconds)
@@ -142,6 +175,11 @@ class Telemetry:
             spans = self.metrics.spans
             self._tracing = Tracing(self._config, lambda result, count: spans.labels(result).inc(count))
 
+    @property
+    def stages(self) -> StageTimes:
+        """Where the stages of a turn count their processor time."""
+        return self.metrics.stages
+
     def start_turn(self, operation: Operation, turn: Turn, headers: Mapping[str, str]) -> TurnSpan:
         """`headers`: of the client's request; traceparent and tracestate are honoured."""
         carrier = trace_context(headers)
@@ -154,9 +192,42 @@ class Telemetry:
         """Where the metrics find the workers. Call once."""
         self.metrics.watch_pool(workers)
 
+    def watch_sessions(self, stats: Callable[[], StoreStats]) -> None:
+        """Where the metrics find the sessions' store. Call once."""
+        self.metrics.watch_sessions(stats)
+
+    def watch_shared_sessions(self, shared: SharedSessions) -> None:
+        """Where the metrics find how it goes with Redis. Call once."""
+        self.metrics.watch_shared_sessions(shared)
+
+    def continued(self, made: Continuation) -> None:
+        """A prompt was made from a session's ledger."""
+        metrics = self.metrics
+        metrics.histories.labels(made.path).inc()
+        for reason in made.fallbacks:
+            metrics.history_fallbacks.labels(reason).inc()
+        spliced = made.spliced_tokens
+        for source, count in (
+            ("reused", made.reused_tokens - spliced),
+            ("spliced", spliced),
+            ("tokenised", made.tokenised_tokens),
+        ):
+            metrics.history_tokens.labels(source).inc(count)
+        if made.orphaned:
+            metrics.superseded_blocks.inc(len(made.orphaned) // DIGEST_BYTES)
+
+    def missed(self, miss: Miss) -> None:
+        """A turn reused less than its predecessor left."""
+        self.metrics.misses.labels(miss.cause).inc()
+        self.metrics.missed_tokens.labels(miss.cause).inc(miss.lost_tokens)
+
     def worker_failed(self, worker: str) -> None:
         """A worker failed a request before its first chunk."""
         self.metrics.worker_failures.labels(self.metrics.worker_label(worker)).inc()
+
+    def turn_attached(self, result: str) -> None:
+        """A retry could not attach to its turn (`refused`); `TurnSpan.attached` counts those that did."""
+        self.metrics.attached.labels(result).inc()
 
     def render_metrics(self) -> bytes:
         """What /metrics answers, as METRICS_CONTENT_TYPE."""

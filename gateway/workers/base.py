@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Protocol
 
-from gateway.workers.protocol import Chunk, ErrorDetail, GenerateRequest, WorkerInfo, WorkerStats
+from gateway.workers.protocol import Chunk, ErrorDetail, GenerateRequest, RetentionHint, WorkerInfo, WorkerStats
 from prefix_cache.events import KVMessage
 
 
@@ -68,6 +68,12 @@ class Worker(Protocol):
         """Returns once the worker has accepted. Raises WorkerRefusedError, WorkerUnavailableError."""
 
     async def abort(self, request_id: str) -> bool: ...
+
+    async def retain(self, hints: Sequence[RetentionHint]) -> int:
+        """When sessions will be back, for a worker whose capabilities say `retention_hints`. How many it knows to wait."""
+
+    async def supersede(self, digests: bytes) -> int:
+        """These blocks (joined digests) may be given up before all others. How many of them it has."""
 
     def kv_events(self, instance: str | None, after: int) -> AsyncGenerator[KVMessage, None]:
         """What happened after batch `after` of life `instance`, then what happens."""

@@ -78,6 +78,10 @@ class WorkerPool:
         if self._leaving:
             await asyncio.gather(*self._leaving, return_exceptions=True)
 
+    def member(self, name: str) -> Member | None:
+        """The worker of this name, whatever its state."""
+        return self._members.get(name)
+
     def candidates(self, model: str, excluded: frozenset[str] | set[str]) -> list[Member]:
         """Ready workers of a model. Ones that miss their probes are only given when there are no others."""
         name = self._resolve(model)

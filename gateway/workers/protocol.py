@@ -7,6 +7,9 @@ A replica serves, over HTTP on a TCP port or a unix socket (docs/worker-protocol
     GET  /v1/stats          WorkerStats
     POST /v1/generate       GenerateRequest -> a stream of Chunk, one JSON value a line (application/x-ndjson)
     POST /v1/abort          AbortRequest -> AbortReply
+    POST /v1/supersede      SupersedeRequest -> SupersedeReply
+    POST /v1/retain         RetainRequest -> RetainReply
+    GET  /v1/retain         WaitingSessions
     GET  /v1/kv_events      ?instance=I&after=SEQ -> a stream of prefix_cache.events.KVMessage, one a line
     GET  /metrics           Prometheus text
 
@@ -61,7 +64,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """One prompt. Exactly one of `token_ids` and `packed_token_ids` is given.
 
     `grammar` is the source of a structural tag (JSON text), never a compiled grammar. `priority`: lower goes first.
-    `session` is opaque: the replica uses it in logs and spans. Trace context travels in the traceparent header.
+    `session` is opaque: the replica uses it in logs and spans, and, within `tenant`, to know who is back (RetentionHint).
+    Trace context travels in the traceparent header.
     """
 
     request_id: str
@@ -71,6 +75,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     grammar: str | None = None
     priority: int = 0
     session: str | None = None
+    tenant: str = ""
     cache_salt: str | None = None
 
 
@@ -143,6 +148,68 @@ class AbortReply(msgspec.Struct, frozen=True):
     aborted: bool
 
 
+class SupersedeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Blocks that no session will come back to, as joined digests of 16 bytes: they are given up before any other. Blocks in
+    use, and blocks that are used again before they are given up, are blocks like any other."""
+
+    digests: bytes
+
+
+class SupersedeReply(msgspec.Struct, frozen=True):
+    """How many of the blocks are now the first to go."""
+
+    marked: int
+
+
+class RetentionHint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A session's turn has ended, and this is when its next one is expected.
+
+    `request_id`: of the turn. `tools`: what it called. `return_p50`, `return_p90`: seconds after the end of the turn by which
+    the session is back in half, and in nine of ten, of the cases seen; None where nothing is known. `weight`: how many
+    cases that is, old ones counted for less. `ttl`: seconds for which the caller asks its prefix to be kept.
+    `state` closed: it will not be back.
+    """
+
+    session: str
+    request_id: str
+    tenant: str = ""
+    state: Literal["waiting", "closed"] = "waiting"
+    tools: tuple[str, ...] = ()
+    return_p50: float | None = None
+    return_p90: float | None = None
+    weight: float = 0.0
+    ttl: float | None = None
+
+
+class RetainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Hints, in the order in which the turns ended; MAX_RETENTION_HINTS at most."""
+
+    hints: tuple[RetentionHint, ...]
+
+
+class RetainReply(msgspec.Struct, frozen=True):
+    """How many sessions the replica now knows to wait."""
+
+    waiting: int
+
+
+class WaitingSession(msgspec.Struct, frozen=True):
+    """A session between two turns, for `waited` seconds by now."""
+
+    hint: RetentionHint
+    waited: float
+
+
+class WaitingSessions(msgspec.Struct, frozen=True):
+    """Sessions that wait, the longest away first; some of them where there are many. `hints_total`: since the start."""
+
+    sessions: tuple[WaitingSession, ...]
+    hints_total: int
+
+
+MAX_RETENTION_HINTS = 1000
+
+
 class ErrorDetail(msgspec.Struct, frozen=True, omit_defaults=True):
     """A refusal. `code` is stable (docs/worker-protocol.md lists them), `message` is a sentence with the remedy,
     `field` the path of what is wrong (for a grammar: a JSON pointer into the structural tag)."""
@@ -164,6 +231,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     kv_events: bool = True
     logprobs: bool = True
     retention_hints: bool = False
+    supersede: bool = False
 
 
 class StartupSeconds(msgspec.Struct, frozen=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -23,6 +23,11 @@ from gateway.workers.protocol import (
     ErrorReply,
     Failed,
     GenerateRequest,
+    RetainReply,
+    RetainRequest,
+    RetentionHint,
+    SupersedeReply,
+    SupersedeRequest,
     WorkerInfo,
     WorkerStats,
 )
@@ -77,6 +82,16 @@ class ReplicaClient:
         body = msgspec.json.encode(AbortRequest(request_id))
         async with self._call("POST", "/v1/abort", body, {"Content-Type": "application/json"}) as response:
             return (await _decode(response, AbortReply)).aborted
+
+    async def supersede(self, digests: bytes) -> int:
+        body = msgspec.msgpack.encode(SupersedeRequest(digests))
+        async with self._call("POST", "/v1/supersede", body, {"Content-Type": "application/msgpack"}) as response:
+            return (await _decode(response, SupersedeReply)).marked
+
+    async def retain(self, hints: Sequence[RetentionHint]) -> int:
+        body = msgspec.msgpack.encode(RetainRequest(tuple(hints)))
+        async with self._call("POST", "/v1/retain", body, {"Content-Type": "application/msgpack"}) as response:
+            return (await _decode(response, RetainReply)).waiting
 
     async def generate(self, request: GenerateRequest, headers: Mapping[str, str]) -> ChunkStream:
         body = msgspec.msgpack.encode(request)

@@ -167,6 +167,12 @@ def test_files_that_make_no_sense(plan, toml, words):
         (("--otlp", "http://c", "--otlp-header", "a"), "takes NAME=VALUE"),
         (("--http-threads", 0), "http.threads must be at least 1"),
         (("--port", "http"), "not a valid integer"),
+        (("--redis", "localhost:6379"), "must be redis://HOST:PORT/DB"),
+        (("--redis", "redis://h", "--redis-budget", 0), "redis.budget must be positive"),
+        (("--session-source", "x-session"), "did you mean 'x-session-id'"),
+        (("--turns-max-turn-bytes", 0), "turns.max_turn_bytes must be at least 1"),
+        (("--gaps-half-life", 0), "gaps.half_life must be at least 1 second"),
+        (("--misses-max-bytes", 0), "misses.max_bytes must be at least 1"),
     ],
 )
 def test_options_that_make_no_sense(plan, arguments, words):
@@ -197,3 +203,7 @@ def test_engine_arguments():
 def test_plans_keep_keys_out_of_logs(plan):
     assert "sk-secret" not in repr(dataclasses.astuple(plan("--api-key", "sk-secret").pool))
     assert "sk-secret" not in repr(plan("--api-key", "sk-secret"))
+    shared = plan("--redis", "redis://:sk-secret@h:7/1", "--redis-ttl", 60)
+    assert "sk-secret" not in repr(shared)
+    assert (shared.redis.shown, shared.redis.ttl) == ("redis://h:7/1", 60.0)
+    assert plan().redis is None

@@ -71,6 +71,34 @@ def test_touching_a_cached_block_takes_it_out_of_eviction():
     pool.check_integrity({0: 1, 1: 1})
 
 
+def test_superseded_blocks_go_before_older_ones_the_tail_first():
+    pool = BlockPool(6, 4)
+    old = publish_sequence(pool, range(8))
+    rewritten = publish_sequence(pool, range(100, 112))
+    pool.free(old)
+    pool.free(rewritten)
+    digests = digests_of(range(100, 112))
+    assert pool.supersede([b"unknown digest..", *digests[1:]]) == 2
+    # One is free; then the rewritten history's tail, and only then what is oldest.
+    assert pool.allocate(5) == [5, rewritten[2], rewritten[1], old[1], old[0]]
+    assert pool.lookup(digests) == rewritten[:1]
+
+
+def test_a_superseded_block_in_use_goes_first_once_it_is_left_unless_somebody_asks_for_it():
+    pool = BlockPool(4, 4)
+    older = publish_sequence(pool, range(4))
+    running = publish_sequence(pool, range(100, 112))
+    assert pool.supersede(digests_of(range(100, 112))) == 3
+    pool.free(older)
+    # A second sequence begins with the first block, so that one is like any other again.
+    pool.touch(running[:1])
+    pool.check_integrity({older[0]: 0, **dict.fromkeys(running[1:], 1), running[0]: 2})
+    pool.free(running)
+    pool.free(running[:1])
+    assert pool.allocate(4) == [running[2], running[1], older[0], running[0]]
+    pool.check_integrity()
+
+
 def test_a_free_block_cannot_be_touched_freed_or_published():
     pool = BlockPool(2, 4)
     with pytest.raises(IntegrityError, match="free and cannot be shared"):

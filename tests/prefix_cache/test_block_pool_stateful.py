@@ -113,6 +113,14 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.free(sequence.table)
         self.live.remove(sequence)
 
+    @rule(tokens=st.lists(st.integers(0, 2), max_size=4))
+    def supersede(self, tokens):
+        digests, parent = [], ROOT
+        for token in tokens:
+            parent = chain_digest(parent, pack_tokens([token, token]))
+            digests.append(parent)
+        assert self.pool.supersede(digests) == sum(digest in self.visible for digest in digests)
+
     @precondition(lambda self: self.pool.num_cached > 0)
     @rule()
     def clear(self):

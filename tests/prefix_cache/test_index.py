@@ -36,9 +36,14 @@ def naive_prefix(held, digests):
 class IndexModel(RuleBasedStateMachine):
     """The index beside sets of (digest, tier) and of predicted digests per worker."""
 
+    remember_beyond = 1000
+
+    def prompts(self, rng):
+        return DIGESTS, DIGESTS[::-1], rng.sample(DIGESTS, 10), []
+
     def __init__(self):
         super().__init__()
-        self.index = ResidencyIndex(max_blocks_per_worker=1000, max_predicted_blocks=1000)
+        self.index = ResidencyIndex(max_blocks_per_worker=1000, max_predicted_blocks=1000, remember_beyond=self.remember_beyond)
         self.held = {}
         self.expected = {}
         self.position = {}
@@ -158,7 +163,7 @@ class IndexModel(RuleBasedStateMachine):
     @invariant()
     def same_answers(self):
         rng = random.Random(len(self.open))
-        for prompt in (DIGESTS, DIGESTS[::-1], rng.sample(DIGESTS, 10), []):
+        for prompt in self.prompts(rng):
             expected = {}
             for worker in WORKERS:
                 held = {d for d, _ in self.held.get(worker, ())} | self.expected.get(worker, set())
@@ -176,6 +181,19 @@ class IndexModel(RuleBasedStateMachine):
 
 IndexModel.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestIndexModel = IndexModel.TestCase
+
+
+class RememberingModel(IndexModel):
+    """Walks go on where earlier ones ended. A digest stands for all before it, so that prompts are beginnings of one chain."""
+
+    remember_beyond = 0
+
+    def prompts(self, rng):
+        return [DIGESTS[: rng.randint(1, len(DIGESTS))] for _ in range(4)] + [DIGESTS]
+
+
+RememberingModel.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestRememberingModel = RememberingModel.TestCase
 
 
 def fresh(count, seed=0):

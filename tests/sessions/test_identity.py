@@ -5,7 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from multidict import CIMultiDict
 
-from sessions.identity import DEFAULT_ORDER, MAX_KEY_LENGTH, SOURCES, bounded_key, identify, tenant_of
+from sessions.identity import (
+    DEFAULT_ORDER,
+    GROUPING_SOURCES,
+    MAX_KEY_LENGTH,
+    SOURCES,
+    bounded_key,
+    check_order,
+    identify,
+    tenant_of,
+)
 
 UUID = "0b54cf41-6c14-4b8e-9d61-6f2b1d8f3a77"
 
@@ -105,6 +114,7 @@ def test_codex_threads():
     ("headers", "body"),
     [
         ({"x-session-affinity": "c", "x-parent-session-id": "p"}, {}),
+        ({"session-id": "c", "x-parent-session-id": "p"}, {}),
         ({"x-dynamo-session-id": "c", "x-dynamo-parent-session-id": "p"}, {}),
         ({}, {"agent_hint": {"session_id": "c", "parent_session_id": "p"}}),
     ],
@@ -116,6 +126,57 @@ def test_parents(headers, body):
 
 def test_a_session_is_not_its_own_parent():
     assert who({"x-session-affinity": "c", "x-parent-session-id": "c"}).parent is None
+
+
+def test_sources_that_disagree_are_reported_in_order_and_change_nothing():
+    found = who({"X-Session-Affinity": "b", "Session-ID": "a", "Correlation-ID": "job"}, {"session_id": "c"})
+    assert (found.key, found.source) == ("a", "session-id")
+    assert found.conflicts == ("x-session-affinity", "body.session_id")
+    assert who({"Session-ID": "a", "X-Session-ID": "a"}, {"prompt_cache_key": "app"}).conflicts == ()
+    assert {"correlation-id", "body.prompt_cache_key"} < GROUPING_SOURCES <= set(SOURCES)
+
+
+def test_the_parts_of_a_joined_name_agree_with_it():
+    headers = {"session-id": "s", "thread-id": "t", "x-session-affinity": "s"}
+    found = who(headers, {"metadata": {"session_id": "t"}})
+    assert (found.key, found.conflicts) == ("s/t", ())
+    claude = {"x-claude-code-session-id": UUID, "x-claude-code-agent-id": "a"}
+    assert who(claude, {"metadata": {"user_id": f"user_1_account_2_session_{UUID}"}}).conflicts == ()
+
+
+@pytest.mark.parametrize("name", ["Session-Final", "X-Session-Final", "X-Dynamo-Session-Final"])
+@pytest.mark.parametrize(("value", "final"), [("true", True), ("1", True), ("YES", True), ("false", False), ("", False)])
+def test_the_last_turn_of_a_session(name, value, final):
+    assert who({"Session-ID": "a", name: value}).final is final
+    assert who({name: value}).final is False  # nothing is named that could end
+
+
+@pytest.mark.parametrize(
+    ("ttl", "seconds"),
+    [
+        *[(90, 90.0), (1.5, 1.5), ("5m", 300.0), ("1h", 3600.0), ("30", 30.0), ("30 d", None), (0, None), (-1, None)],
+        *[(True, None), (None, None), ([], None), ("1e9", None), (10**400, None), (float("nan"), None), ("9" * 5000, None)],
+    ],
+)
+def test_how_long_a_caller_asks_its_prefix_to_be_kept(ttl, seconds):
+    assert who({}, {"agent_hint": {"session_id": "a", "cache_control": {"ttl": ttl}}}).ttl == seconds
+
+
+@pytest.mark.parametrize("hint", [None, [], "x", {"cache_control": "5m"}, {"cache_control": None}])
+def test_other_hints_ask_for_nothing(hint):
+    assert who({}, {"agent_hint": hint}).ttl is None
+
+
+def test_an_order_that_cannot_be_used_says_what_to_change():
+    with pytest.raises(
+        ValueError, match=r"sessions\.sources has no source named 'X-Session-Id'; did you mean 'x-session-id'\?"
+    ):
+        check_order(("X-Session-Id",))
+    with pytest.raises(ValueError, match=r"no source named '\?'; known are: session-id, "):
+        check_order(("?",))
+    with pytest.raises(ValueError, match="names 'session-id' twice; remove one"):
+        check_order(("session-id", "thread-id", "session-id"))
+    check_order(DEFAULT_ORDER)
 
 
 def test_similar_names_stay_apart():

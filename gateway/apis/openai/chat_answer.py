@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from gateway.apis.codec import AnswerIdentity
 from gateway.apis.openai.chat_request import ChatOptions
 from gateway.apis.openai.errors import error_body
 from gateway.apis.openai.logprobs import chat_logprobs
@@ -43,6 +44,14 @@ class ChatAnswer:
         self._prompt_ids = prompt_ids
         self._envelope = {"id": turn.request_id, "created": created, "model": model.name, "system_fingerprint": fingerprint}
         self._withheld: dict[int, _Withheld] = {}
+
+    @property
+    def identity(self) -> AnswerIdentity:
+        return AnswerIdentity(self._envelope, self._prompt_ids)
+
+    def adopt(self, identity: AnswerIdentity) -> None:
+        self._envelope = dict(identity.envelope)
+        self._prompt_ids = identity.prompt_ids
 
     def body(self, running: RunningTurn) -> dict[str, Any]:
         body: dict[str, Any] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gateway.apis.codec import AnswerIdentity
 from gateway.apis.openai.completion_request import CompletionOptions
 from gateway.apis.openai.errors import error_body
 from gateway.apis.openai.logprobs import completion_logprobs
@@ -47,6 +48,14 @@ class CompletionAnswer:
             "system_fingerprint": fingerprint,
         }
         self._offsets: dict[int, int] = {}
+
+    @property
+    def identity(self) -> AnswerIdentity:
+        return AnswerIdentity(self._envelope, self._prompt_ids)
+
+    def adopt(self, identity: AnswerIdentity) -> None:
+        self._envelope = dict(identity.envelope)
+        self._prompt_ids = identity.prompt_ids
 
     def body(self, running: RunningTurn) -> dict[str, Any]:
         choices = []

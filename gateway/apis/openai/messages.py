@@ -9,6 +9,7 @@ import msgspec
 
 from gateway.apis.openai.sampling import bad_field
 from grammar.arguments import arguments_object
+from sessions.nonces import without_nonces
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -64,6 +65,11 @@ def _message(message: Message, position: int, warnings: list[str]) -> dict[str, 
     if message.role not in ROLES:
         raise bad_field(f"{where}.role", f"{message.role[:40]!r} is not a role; use one of {', '.join(ROLES)}")
     content = _text(message.content, f"{where}.content", warnings)
+    if message.role in ("system", "developer"):
+        kept = without_nonces(content)
+        if kept != content:
+            warnings.append(f"left out of {where}.content: a billing header that changes with every request")
+            content = kept
     if not content and message.refusal:
         content = message.refusal
     normal: dict[str, Any] = {"role": message.role}

@@ -19,6 +19,7 @@ from gateway.apis.openai.completion_request import parse_completion
 from gateway.apis.openai.sampling import bad_field
 from gateway.apis.openai.tokenizing import detokenize, tokenize
 from gateway.config import HttpConfig
+from gateway.histories.keeper import TurnHistory
 from gateway.models import ServedModel
 from gateway.pipeline import Pipeline
 from gateway.prompts import structural_tag
@@ -49,21 +50,22 @@ class OpenAIRoutes:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         arrival, session, warnings = await self._arrivals.turn(request)
         model = self._find_model(arrival)
-        turn, options = parse_chat(
-            dict(arrival.body),
-            model=model,
-            session=session,
-            request_id="chatcmpl-" + secrets.token_hex(16),
-            max_choices=self._http.max_choices,
-            warnings=warnings,
-        )
+        with self._pipeline.telemetry.stages.spent("parse"):
+            turn, options = parse_chat(
+                dict(arrival.body),
+                model=model,
+                session=session,
+                request_id="chatcmpl-" + secrets.token_hex(16),
+                max_choices=self._http.max_choices,
+                warnings=warnings,
+            )
         prompt_ids: list[int] = []
 
-        async def make_prompts(info: WorkerInfo) -> Sequence[Prompt]:
-            prompt = await self._pipeline.prompts.from_turn(model, turn, info)
+        async def make_prompts(info: WorkerInfo) -> tuple[Sequence[Prompt], TurnHistory | None]:
+            prompt, history = await self._pipeline.prompts.from_turn(model, turn, info)
             if options.return_token_ids:
                 prompt_ids.extend(unpack_tokens(prompt.packed_token_ids).tolist())
-            return (prompt,)
+            return (prompt,), history
 
         answer = ChatAnswer(
             model, turn, options, created=int(arrival.wall_clock), fingerprint=self._fingerprint(model), prompt_ids=prompt_ids
@@ -84,7 +86,7 @@ class OpenAIRoutes:
         )
         prompt_ids: list[list[int]] = []
 
-        async def make_prompts(info: WorkerInfo) -> Sequence[Prompt]:
+        async def make_prompts(info: WorkerInfo) -> tuple[Sequence[Prompt], None]:
             grammar = structural_tag(model, turn)
             prompts = []
             for position, given in enumerate(options.prompts):
@@ -100,7 +102,7 @@ class OpenAIRoutes:
                 prompts.append(prompt)
             if options.return_token_ids:
                 prompt_ids.extend(unpack_tokens(prompt.packed_token_ids).tolist() for prompt in prompts)
-            return prompts
+            return prompts, None
 
         answer = CompletionAnswer(
             model, turn, options, created=int(arrival.wall_clock), fingerprint=self._fingerprint(model), prompt_ids=prompt_ids

@@ -20,11 +20,14 @@ from gateway.workers.protocol import (
     SamplingParams,
     Started,
     StartupSeconds,
+    SupersedeRequest,
     Tokens,
     WorkerInfo,
 )
 from prefix_cache.events import BlocksStored, EventBatch, Heartbeat, Snapshot
 from prefix_cache.hashing import block_digests, pack_tokens, split_digests
+
+MSGPACK = "application/msgpack"
 
 
 def body(request_id="r", prompt=range(10, 50), **changes):
@@ -134,6 +137,26 @@ async def test_abort_by_request_ends_the_stream_as_promised(load):
         assert msgspec.json.decode(answer) == {"aborted": False}
         # The id may be used again.
         assert len(tokens_of(await replica.generate(body("long")))) == 8
+
+
+async def test_superseded_blocks_are_the_first_to_go(load):
+    async with running(lambda: load(num_blocks=16)) as replica:
+        info = replica.core.info
+        assert info.capabilities.supersede
+        kept, left = [7] * 80, [9] * 80
+        await replica.generate(body("kept", prompt=kept, sampling={"max_tokens": 1}))
+        await replica.generate(body("left", prompt=left, sampling={"max_tokens": 1}))
+        joined = b"".join(block_digests(pack_tokens(left), bytes.fromhex(info.namespace), 16))
+        status, answer = await replica.post(
+            "/v1/supersede", msgspec.msgpack.encode(SupersedeRequest(joined + bytes(16))), MSGPACK
+        )
+        assert (status, msgspec.json.decode(answer)) == (200, {"marked": 5})
+        # Ten blocks are cached and six free; this needs ten. The older prompt stays, as the younger one was given up.
+        await replica.generate(body("new", prompt=[11] * 160, sampling={"max_tokens": 1}))
+        started = (await replica.generate(body("again", prompt=kept, sampling={"max_tokens": 1})))[0]
+        assert started.cached_tokens == 64
+        status, answer = await replica.post("/v1/supersede", msgspec.msgpack.encode(SupersedeRequest(b"short")), MSGPACK)
+        assert (status, msgspec.json.decode(answer)["error"]["field"]) == (400, "digests")
 
 
 async def test_disconnect_aborts_while_decoding_and_while_queued(load):

@@ -16,6 +16,7 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 EOS = "<|im_end|>"
+ALL = 10**6
 
 
 def write_model(directory: Path, *, template: str | None = CHATML, adds_bos: bool = False) -> Path:
@@ -63,10 +64,15 @@ class FakeGeneration:
     closed: bool = False
     taken: int = 0
 
+    @property
+    def cached(self):
+        """The last token of a prompt is always computed; a script that says ALL leaves it at that."""
+        return self.script.cached if self.script.cached < ALL else self.request["prompt"].num_tokens - 1
+
     async def started(self):
         if self.script.gate is not None:
             await self.script.gate.wait()
-        return Started(self.request["prompt"].num_tokens, self.script.cached, 0.0)
+        return Started(self.request["prompt"].num_tokens, self.cached, 0.0)
 
     async def chunks(self):
         await self.started()
@@ -90,7 +96,7 @@ class FakeGeneration:
         reason = self.script.finish or ("length" if cut_short else "stop")
         for index in range(sampling.n):
             yield Finished(reason, index + self.script.finish_index, stop if reason == "stop" else None)
-        yield Done(self.request["prompt"].num_tokens, len(ids) * sampling.n, self.script.cached, 0.0, 0.1, 0.1, 0)
+        yield Done(self.request["prompt"].num_tokens, len(ids) * sampling.n, self.cached, 0.0, 0.1, 0.1, 0)
 
     def _logprobs(self, ids, top):
         if top is None:
@@ -111,9 +117,12 @@ class FakeDispatcher:
         self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
         self.script = Script()
         self.requests: list[dict] = []
+        self.superseded: list[tuple[str, bytes]] = []
+        self.retained: list[tuple[str, object]] = []
         self.generations: list[FakeGeneration] = []
         self.open = 0
         self.closed = asyncio.Event()
+        self.asked = asyncio.Event()
         self.up = True
         self._names = names
         self._info = WorkerInfo(
@@ -128,8 +137,16 @@ class FakeDispatcher:
             max_concurrency=8,
         )
 
+    async def wait_for(self, count):
+        """Until so many requests have come."""
+        async with asyncio.timeout(5):
+            while len(self.requests) < count:
+                self.asked.clear()
+                await self.asked.wait()
+
     async def dispatch(self, **request):
         self.requests.append(request)
+        self.asked.set()
         if self.script.error is not None:
             raise self.script.error
         generation = FakeGeneration(self, self.script, request)
@@ -144,6 +161,18 @@ class FakeDispatcher:
 
     def models(self):
         return self._names
+
+    def residency(self, digests):
+        return {"replica-0": len(digests)}
+
+    def retain(self, worker, hint):
+        self.retained.append((worker, hint))
+
+    def supersede(self, model, digests):
+        self.superseded.append((model, digests))
+
+    def prompt_tokens(self, position=-1):
+        return self.requests[position]["prompt"].num_tokens
 
     def prompt_text(self, position=-1):
         ids = unpack_tokens(self.requests[position]["prompt"].packed_token_ids).tolist()

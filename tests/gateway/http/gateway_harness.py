@@ -8,11 +8,13 @@ import orjson
 from fake_dispatcher import FakeDispatcher, FakeObserver
 
 from gateway.app import make_app
-from gateway.config import GatewayConfig, HttpConfig, ModelConfig
+from gateway.config import GatewayConfig, HttpConfig, ModelConfig, SessionsConfig
 from gateway.models import ModelRegistry, ServedModel
 from gateway.pipeline import Pipeline
 from gateway.server import HttpServer
 from gateway.telemetry.telemetry import Telemetry
+from gateway.turns.config import TurnsConfig
+from gateway.watching.config import MissesConfig
 
 
 @dataclass
@@ -22,6 +24,7 @@ class Gateway:
     dispatcher: FakeDispatcher
     observer: FakeObserver
     telemetry: Telemetry
+    pipeline: Pipeline
 
     @contextlib.asynccontextmanager
     async def post(self, path, body, **kwargs):
@@ -62,9 +65,26 @@ class Gateway:
 
 
 @contextlib.asynccontextmanager
-async def run_gateway(directory, *, api_keys=(), aliases=(), max_model_len=2048, reasons=tuple, **http):
+async def run_gateway(
+    directory,
+    *,
+    api_keys=(),
+    aliases=(),
+    max_model_len=2048,
+    reasons=tuple,
+    ledger=True,
+    turns=None,
+    misses=None,
+    **http,
+):
+    sessions = {name: http.pop(name) for name in ("max_bytes",) if name in http}
     config = GatewayConfig(
-        models=(ModelConfig("tiny", directory, aliases),), http=HttpConfig(port=0, **http), api_keys=api_keys
+        models=(ModelConfig("tiny", directory, aliases),),
+        http=HttpConfig(port=0, **http),
+        api_keys=api_keys,
+        turns=turns or TurnsConfig(),
+        misses=misses or MissesConfig(),
+        sessions=SessionsConfig(ledger=ledger, **sessions),
     )
     dispatcher = FakeDispatcher(directory, max_model_len=max_model_len)
     observer = FakeObserver()
@@ -73,5 +93,5 @@ async def run_gateway(directory, *, api_keys=(), aliases=(), max_model_len=2048,
     pipeline = Pipeline(config, registry, dispatcher, telemetry, [observer])
     async with HttpServer(make_app(config, pipeline, reasons=reasons), config.http) as server:
         async with aiohttp.ClientSession() as http_session:
-            yield Gateway(server.url, http_session, dispatcher, observer, telemetry)
+            yield Gateway(server.url, http_session, dispatcher, observer, telemetry, pipeline)
     assert dispatcher.open == 0, "a generation was not closed"

@@ -13,6 +13,7 @@ from gateway.telemetry.context import trace_context
 from gateway.telemetry.telemetry import Telemetry
 from gateway.turn import Receipt, SessionRef, Turn, TurnError
 from gateway.workers.protocol import SamplingParams
+from sessions.explain.misses import Miss
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
@@ -79,7 +80,7 @@ def turn(**fields):
     settings = {
         "request_id": "req-1",
         "model": "smollm2-135m",
-        "session": SessionRef("tenant", "session-1", "X-Session-ID", parent="session-0"),
+        "session": SessionRef("tenant", "session-1", "x-session-id", "session-0", "job-7", ("body.session_id",), final=True),
         "messages": ({"role": "user", "content": "a secret"},),
         "stream": True,
         "sampling": SamplingParams(max_tokens=50, temperature=0.5, seed=7, n=2, stop=("END",)),
@@ -146,8 +147,11 @@ async def test_a_turn_becomes_a_span_below_its_caller(collector):
         "gen_ai.usage.output_tokens": 30,
         "gen_ai.usage.cache_read.input_tokens": 96,
         "turnkeep.request.id": "req-1",
-        "turnkeep.session.source": "X-Session-ID",
+        "turnkeep.session.source": "x-session-id",
         "turnkeep.session.parent": "session-0",
+        "turnkeep.session.correlation": "job-7",
+        "turnkeep.session.conflicts": ["body.session_id"],
+        "turnkeep.session.final": True,
         "turnkeep.replica": "replica-1",
         "turnkeep.route.reason": "prefix",
         "turnkeep.route.matched_tokens": 96,
@@ -158,6 +162,50 @@ async def test_a_turn_becomes_a_span_below_its_caller(collector):
     assert collector.resources == [{"service.name": "turnkeep-gateway", "service.version": "1.2"}]
     assert collector.headers[0]["x-key"] == "k"
     assert b'turnkeep_gateway_spans_total{result="exported"} 1.0' in telemetry.render_metrics()
+
+
+async def test_a_miss_and_a_turn_that_was_shared_are_part_of_the_span(collector):
+    telemetry = Telemetry(config(collector))
+    span = telemetry.start_turn("chat", turn(), {})
+    span.attached("running", "req-0")
+    span.dispatched(Receipt("replica-1", "prefix", 96, 2), counted=False)
+    miss = Miss(
+        request_id="req-1",
+        at=1.0,
+        cause="timestamp",
+        path="messages[0].content",
+        message=0,
+        field_bytes=41,
+        text_bytes=60,
+        tokens=17,
+        lost_tokens=3000,
+        lost_seconds=1.5,
+        before="a secret",
+        after="another secret",
+    )
+    span.missed(miss)
+    counts = {"prompt_tokens": 9, "cached_tokens": 0, "completion_tokens": 1}
+    span.finished(response_id="r", response_model="m", finish_reasons=["stop"], counted=False, **counts)
+    span.missed(miss)  # it has ended
+    await telemetry.aclose()
+    (got,) = collector.spans
+    values = attributes(got)
+    assert {name: value for name, value in values.items() if "miss" in name or "turn." in name} == {
+        "turnkeep.miss.cause": "timestamp",
+        "turnkeep.miss.path": "messages[0].content",
+        "turnkeep.miss.field_bytes": 41,
+        "turnkeep.miss.text_bytes": 60,
+        "turnkeep.miss.shared_tokens": 17,
+        "turnkeep.miss.lost_tokens": 3000,
+        "turnkeep.miss.lost_seconds": 1.5,
+        "turnkeep.turn.attached": "running",
+        "turnkeep.turn.first_request": "req-0",
+    }
+    assert "secret" not in str(got)
+    text = telemetry.render_metrics().decode()
+    assert 'turnkeep_gateway_turns_attached_total{result="running"} 1.0' in text
+    assert "turnkeep_gateway_routes_total{" not in text
+    assert "turnkeep_gateway_prompt_tokens_total{" not in text
 
 
 async def test_without_a_caller_it_is_a_trace_of_its_own(collector):

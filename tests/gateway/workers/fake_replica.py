@@ -11,12 +11,15 @@ from gateway.workers.protocol import (
     PROTOCOL_VERSION,
     AbortReply,
     AbortRequest,
+    Capabilities,
     Done,
     ErrorDetail,
     ErrorReply,
     Finished,
     GenerateRequest,
     Started,
+    SupersedeReply,
+    SupersedeRequest,
     Tokens,
     WorkerInfo,
     WorkerStats,
@@ -79,6 +82,8 @@ class FakeReplica:
     headers: list = field(default_factory=list)
     aborted: list = field(default_factory=list)
     left: list = field(default_factory=list)
+    superseded: list = field(default_factory=list)
+    can_supersede: bool = True
     blocks: dict = field(default_factory=dict)
     event_subscribers: int = 0
     drop_events: asyncio.Event = field(default_factory=asyncio.Event)
@@ -98,6 +103,7 @@ class FakeReplica:
                 web.get("/v1/stats", self._stats),
                 web.post("/v1/generate", self._generate),
                 web.post("/v1/abort", self._abort),
+                web.post("/v1/supersede", self._supersede),
                 web.get("/v1/kv_events", self._kv_events),
             ]
         )
@@ -133,6 +139,7 @@ class FakeReplica:
                 max_model_len=self.max_model_len,
                 vocab_size=self.vocab_size,
                 max_concurrency=self.max_concurrency,
+                capabilities=Capabilities(supersede=self.can_supersede),
             )
         )
 
@@ -161,6 +168,10 @@ class FakeReplica:
         body = msgspec.json.decode(await request.read(), type=AbortRequest)
         self.aborted.append(body.request_id)
         return _json(AbortReply(False))
+
+    async def _supersede(self, request):
+        self.superseded.append(msgspec.msgpack.decode(await request.read(), type=SupersedeRequest).digests)
+        return _json(SupersedeReply(0))
 
     async def _generate(self, request):
         body = msgspec.msgpack.decode(await request.read(), type=GenerateRequest)

@@ -466,6 +466,19 @@ async def test_events_reach_the_index_over_gaps_drops_and_restarts(bench):
     await generation.aclose()
 
 
+async def test_superseded_blocks_are_told_to_those_that_hold_them(bench):
+    digests = block_digests(list(range(40)), ROOT, 4)
+    holder, other = await bench.add("a"), await bench.add("b")
+    old = await bench.add("c", can_supersede=False)
+    for replica in (holder, old):
+        replica.log.append([BlocksStored(join_digests(digests[:6]), ROOT)])
+    await until(lambda: bench.dispatcher.residency(digests) == {"a": 6, "c": 6})
+    bench.dispatcher.supersede("m", join_digests(digests[2:]))
+    await until(lambda: holder.superseded)
+    assert holder.superseded == [join_digests(digests[2:6])]
+    assert other.superseded == old.superseded == []
+
+
 async def test_the_longest_prefix_decides_and_siblings_follow_predictions(bench):
     a, b = await bench.add("a"), await bench.add("b")
     digests = block_digests(list(range(40)), ROOT, 4)

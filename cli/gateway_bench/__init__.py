@@ -1,0 +1,1 @@
+"""What a turn costs a router: growing conversations against this gateway and others, in turns."""

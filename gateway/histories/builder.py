@@ -1,0 +1,427 @@
+"""A turn and the ledgers of its session to a continuation: the prompt's ids, and the ledger they make.
+
+Two ways lead to the same prompt. The *tail* way renders only the new messages, behind a skeleton of the old ones, where
+stability.py says that this is right. The *whole* way renders everything, and compares the text with the ledger span by span;
+it is right for any template and any edit, and costs what rendering costs. Every `check_every`th turn that could go the
+first way goes the second, to find out whether both agree.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from gateway.histories.cutting import Cutter
+from gateway.histories.growth import Growth
+from gateway.histories.matching import Match, TurnText, best_match
+from gateway.histories.pieces import PieceRenderer
+from gateway.histories.splicing import Frame, Returned, find_returned, frame_of, reasoning_of
+from gateway.histories.stability import Stability, TurnKind
+from gateway.models import ServedModel
+from gateway.rendering import tool_dict
+from gateway.turn import Turn
+from prefix_cache.hashing import TOKEN_BYTES, pack_tokens, unpack_tokens
+from sessions.continuation import Continuation, Divergence, Path
+from sessions.digests import context_digest, meaning_digest, message_digests, split_reasoning
+from sessions.ledger import (
+    Generated,
+    Ledger,
+    common_tokens,
+    extend_blocks,
+    pack_spans,
+    text_digest,
+)
+
+log = logging.getLogger(__name__)
+
+_MAX_GROUP = 8
+_MAX_TAIL = 4096
+_MAX_PENDING = 8
+
+
+class PromptTooLongError(Exception):
+    """The prompt has at least `tokens` tokens, which is more than the context holds."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__(f"the prompt has at least {tokens} tokens")
+        self.tokens = tokens
+
+
+class _NotSplicedError(Exception):
+    """Why an answer whose text was completed is not spliced, in a word of docs/sessions.md."""
+
+
+class HistoryBuilder:
+    """Makes the prompts of one model. Safe to use from several threads."""
+
+    def __init__(self, model: ServedModel, *, restore_reasoning: bool = True, check_every: int = 64) -> None:
+        self._model = model
+        self._restore = restore_reasoning
+        self._check_every = check_every
+        self._tail_turns = itertools.count(1)
+        self.cutter = Cutter(model.tokenizer)
+        self.stability = Stability(model.renderer)
+        self._stability_wanted = self.cutter.refusal is None
+
+    def describe(self, turn: Turn) -> TurnText:
+        """What `turn` is compared by."""
+        kwargs = context_digest(dict(turn.template_kwargs))
+        tools = [tool_dict(tool) for tool in turn.tools]
+        context = context_digest(self._model.name, kwargs.hex(), tools, self._model.renderer.volatile())
+        return TurnText(message_digests(turn.messages), context, kwargs)
+
+    def match(
+        self, text: TurnText, branches: Sequence[Ledger], root: bytes, messages: Sequence[Mapping[str, Any]]
+    ) -> Match | None:
+        """The branch that a turn goes on from: gateway.histories.matching."""
+        return best_match(text, branches, root, messages)
+
+    def is_quick(self, turn: Turn, text: TurnText, match: Match | None, inline_characters: int) -> bool:
+        """Whether the prompt is made in so little time that everybody else may wait for it: the templates have been tried for
+        turns like this one, and what must be rendered and tokenised is short."""
+        if self._stability_wanted and not self.stability.is_known(bool(turn.tools), text.kwargs_name):
+            return False
+        start = 0
+        if match is not None and match.continues(text):
+            known = match.messages == text.count or self.goes_by_tail(turn, text, match.ledger, match.messages)
+            start = match.messages if known else 0
+        total = 0 if start else 256 * len(turn.tools)
+        for message in turn.messages[start:]:
+            content = message.get("content")
+            total += (len(content) if isinstance(content, str) else 0) + 1024 * len(message.get("tool_calls") or ()) + 16
+        return total <= inline_characters
+
+    def warm_up(self) -> None:
+        """Tries the templates with their default variables."""
+        if self._stability_wanted and self._model.renderer.has_template:
+            for tools in (False, True):
+                for reasoning in (False, True):
+                    self.stability.answers(tools=tools, reasoning=reasoning, kwargs={}, kwargs_name=context_digest({}))
+
+    def build(
+        self, turn: Turn, text: TurnText, match: Match | None, *, root: bytes, block_size: int, max_tokens: int
+    ) -> Continuation:
+        """The prompt of a turn. Raises TurnError when the template does not take it, PromptTooLongError, and ValueError for
+        text that is no Unicode."""
+        work = _Work(self, turn, text, match, root, block_size, max_tokens)
+        return work.continuation()
+
+    def goes_by_tail(self, turn: Turn, text: TurnText, ledger: Ledger, start: int) -> bool:
+        """Whether the messages from `start` on may be rendered without those before them."""
+        reasoning = ledger.reasoned or any(item.reasoning for item in ledger.pending)
+        if not reasoning:
+            reasoning = any(reasoning_of(message) is not None for message in turn.messages[start:])
+        return self.stability.holds(
+            TurnKind.of(turn.messages, start),
+            tools=bool(turn.tools),
+            reasoning=reasoning,
+            kwargs=turn.template_kwargs,
+            kwargs_name=text.kwargs_name,
+        )
+
+    @property
+    def model(self) -> ServedModel:
+        return self._model
+
+    @property
+    def restores_reasoning(self) -> bool:
+        return self._restore
+
+    def is_check(self) -> bool:
+        """Whether this turn, which could be rendered in part, is rendered whole to see that both agree."""
+        return self._check_every > 0 and next(self._tail_turns) % self._check_every == 1 % self._check_every
+
+
+class _Work:
+    """One turn on its way to a prompt."""
+
+    def __init__(
+        self,
+        builder: HistoryBuilder,
+        turn: Turn,
+        text: TurnText,
+        match: Match | None,
+        root: bytes,
+        block_size: int,
+        max_tokens: int,
+    ) -> None:
+        self._builder = builder
+        self._cutter = builder.cutter
+        self._turn = turn
+        self._text = text
+        self._match = match
+        self._root = root
+        self._block_size = block_size
+        self._max_tokens = max_tokens
+        self._pieces = PieceRenderer(builder.model.renderer, turn.tools, turn.template_kwargs)
+        self._messages: list[Mapping[str, Any]] = list(turn.messages)
+        self._returned: Returned | None = None
+        self._fallbacks: list[str] = []
+        self._tokenised = 0
+        self._spliced = 0
+
+    def continuation(self) -> Continuation:
+        if self._cutter.refusal is not None:
+            return self._as_text("tokenizer")
+        match = self._match
+        if match is None or not match.continues(self._text):
+            return self._by_whole(match)
+        if self._text.count == match.messages:
+            return self._again(match.ledger)
+        self._find_returned(match.ledger)
+        try:
+            return self._onwards(match)
+        except _NotSplicedError as error:
+            # Its text was made with the reasoning put back, which is only right around the generated ids.
+            self._fallbacks = [*self._fallbacks, str(error)]
+            self._returned = None
+            self._messages = list(self._turn.messages)
+            return self._onwards(match)
+
+    def _onwards(self, match: Match) -> Continuation:
+        old = match.ledger
+        if old.end_of(old.num_spans).messages == match.messages:
+            made = self._by_tail(old)
+            if made is not None:
+                return made
+        return self._by_whole(match)
+
+    def _again(self, old: Ledger) -> Continuation:
+        """The same prompt once more."""
+        return Continuation(
+            ledger=old, path="tail", predecessor=old, matched_messages=old.num_messages, reused_tokens=old.num_tokens
+        )
+
+    def _find_returned(self, old: Ledger) -> None:
+        at = old.num_messages
+        found = find_returned(
+            self._turn.messages[at], old.pending, self._builder.model.tokenizer, restore=self._builder.restores_reasoning
+        )
+        if isinstance(found, str):
+            if found != "nothing_generated":
+                self._fallbacks.append(found)
+            return
+        self._returned = found
+        self._messages[at] = found.message
+
+    def _by_tail(self, old: Ledger) -> Continuation | None:
+        start = old.num_messages
+        if not self._builder.goes_by_tail(self._turn, self._text, old, start):
+            self._fallbacks.append("template_unstable")
+            return None
+        text = self._pieces.part(self._messages, start, len(self._messages), prompt=True)
+        if text is None or not self._cutter.starts(text):
+            self._fallbacks.append("template_unstable")
+            return None
+        if self._builder.is_check():
+            return self._by_whole(self._match, tail=text)
+        return self._grown(old.cut(old.num_spans), text, old, "tail")
+
+    def _by_whole(self, match: Match | None, tail: str | None = None) -> Continuation:
+        """`tail`: what the tail way found, to be compared."""
+        old = None if match is None else match.ledger
+        if old is not None and old.reasoned and self._builder.restores_reasoning and match is not None:
+            self._restore_old(old, match.messages)
+        whole = self._pieces.whole(self._messages)
+        base = _empty(self._text.context, self._root, self._block_size)
+        text = whole
+        if old is not None and match is not None:
+            spans, characters = self._walk(old, whole, match.messages)
+            if spans:
+                base = msgspec.structs.replace(old.cut(spans), context=self._text.context)
+                text = whole[characters:]
+        if tail is not None and old is not None and (base.num_spans != old.num_spans or text != tail):
+            self._builder.stability.distrust()
+            self._fallbacks.append("template_distrusted")
+            log.warning(
+                "The chat template of %s renders new messages differently without the old ones; from now on it renders all of "
+                "them every turn. Prompts stay right and cost more.",
+                self._turn.model,
+            )
+        if old is None or base.num_messages != old.num_messages:
+            self._give_up("history_changed")
+        return self._grown(base, text, old, "whole" if old is not None else "new")
+
+    def _restore_old(self, old: Ledger, shared: int) -> None:
+        """Puts the reasoning back into answers of earlier turns whose ids hold it."""
+        start = 0
+        for span in old.iter_spans():
+            if span.messages > shared:
+                return
+            if span.generated:
+                message = self._messages[span.messages - 1]
+                if reasoning_of(message) is None:
+                    ids = unpack_tokens(old.tokens)[start : span.tokens].tolist()
+                    said = self._builder.model.tokenizer.decode(ids).removeprefix(old.tail)
+                    thought = split_reasoning(said)[0]
+                    if thought:
+                        content = thought + (message.get("content") or "")
+                        self._messages[span.messages - 1] = {**message, "content": content}
+            start = span.tokens
+
+    def _walk(self, old: Ledger, whole: str, shared: int) -> tuple[int, int]:
+        """How many spans of `old` stand at the beginning of `whole`, and how many characters they take."""
+        encoded = whole.encode("utf-8", "surrogatepass")
+        at = spans = 0
+        for span in old.iter_spans():
+            if span.messages > shared or text_digest(encoded[at : span.text_bytes]) != span.text_hash:
+                break
+            at = span.text_bytes
+            spans += 1
+        characters = len(encoded[:at].decode("utf-8", "surrogatepass"))
+        if spans and not self._cutter.may_cut(whole, characters):
+            return 0, 0
+        return spans, characters
+
+    def _grown(self, base: Ledger, text: str, old: Ledger | None, path: Path) -> Continuation:
+        """`base` with the spans of `text`, which goes from its end to the end of the prompt."""
+        if base.num_tokens + len(text) // self._builder.model.tokenizer.longest_token >= self._max_tokens:
+            raise PromptTooLongError(base.num_tokens + len(text) // self._builder.model.tokenizer.longest_token)
+        grown = Growth(base, self._cutter)
+        position = self._splice(grown, text, old)
+        closed = self._close(grown, text, position, old.tail) if path == "tail" and old is not None else None
+        if closed is None:
+            closed = self._cut(grown, text, position)
+        rest = text[closed:]
+        tail_ids = self._cutter.encode(rest)
+        self._tokenised = grown.tokenised + len(tail_ids) // TOKEN_BYTES
+        tokens = b"".join((base.tokens, *grown.ids, tail_ids))
+        ledger = msgspec.structs.replace(
+            base,
+            messages=self._text.digests,
+            spans=base.spans + pack_spans(grown.spans),
+            tokens=tokens,
+            blocks=extend_blocks(base.blocks, tokens, self._root, self._block_size),
+            tail=rest if len(rest) <= _MAX_TAIL else "",
+            pending=(),
+            generated_tokens=base.generated_tokens + self._spliced,
+            reasoned=(old is not None and base.num_spans > 0 and old.reasoned)
+            or (self._returned is not None and bool(self._returned.reasoning))
+            or any(reasoning_of(message) is not None for message in self._turn.messages[base.num_messages :]),
+        )
+        divergence = None if old is None else self._divergence(base, old, ledger)
+        return Continuation(
+            ledger=ledger,
+            path=path,
+            predecessor=old,
+            matched_messages=base.num_messages + (1 if self._spliced else 0),
+            reused_tokens=base.num_tokens + self._spliced,
+            spliced_tokens=self._spliced,
+            tokenised_tokens=self._tokenised,
+            divergence=divergence,
+            fallbacks=tuple(self._fallbacks),
+            new_text="" if divergence is None else text,
+        )
+
+    def _give_up(self, reason: str) -> None:
+        """The answer is not spliced after all. Raises _NotSplicedError where the text must be made again without it."""
+        returned, self._returned = self._returned, None
+        if returned is None or self._match is None:
+            return
+        if returned.message is not self._turn.messages[self._match.ledger.num_messages]:
+            raise _NotSplicedError(reason)
+
+    def _splice(self, grown: Growth, text: str, old: Ledger | None) -> int:
+        """The answer that came back, as it was generated. Returns how much of `text` that is."""
+        if self._returned is None or old is None:
+            return 0
+        start = old.num_messages
+        opening = old.tokens[old.end_of(old.num_spans).tokens * TOKEN_BYTES :]
+        frame: Frame | str = "opening_changed"
+        if bool(opening) == bool(old.tail):  # else the text before the answer was too long to be kept
+            frame = frame_of(self._returned, text, old.tail, self._messages, start, self._pieces, self._cutter)
+        if isinstance(frame, str):
+            self._give_up(frame)
+            self._fallbacks.append(frame)
+            return 0
+        generated = self._returned.generated
+        grown.add_ids(opening + generated.token_ids, known=True)
+        grown.add_text(text[frame.after : frame.end])
+        grown.end_span(start + 1, text[: frame.end], generated.meaning)
+        self._spliced = len(generated.token_ids) // TOKEN_BYTES
+        return frame.end
+
+    def _close(self, grown: Growth, text: str, position: int, opening: str) -> int | None:
+        """The rest of the messages as one span, up to the generation prompt `opening`. None where that is not to be seen."""
+        end = len(text) - len(opening)
+        if not (opening and end > position and text.endswith(opening) and self._cutter.starts(opening)):
+            return None
+        body = text[position:end]
+        grown.add_text(body)
+        grown.end_span(len(self._messages), body)
+        return end
+
+    def _cut(self, grown: Growth, text: str, position: int) -> int:
+        """Cuts `text` into spans for as long as the template lets. Returns where that ends."""
+        count = len(self._messages)
+        start = grown.messages
+        while start < count:
+            for end in range(start + 1, min(start + _MAX_GROUP, count) + 1):
+                piece = self._pieces.part(self._messages, start, end)
+                if piece and text.startswith(piece, position) and self._cutter.may_cut(text, position + len(piece)):
+                    break
+            else:
+                closed = self._close(grown, text, position, self._pieces.opening(self._messages))
+                if closed is None:
+                    self._fallbacks.append("template_uncut")
+                return position if closed is None else closed
+            grown.add_text(piece)
+            grown.end_span(end, piece)
+            position += len(piece)
+            start = end
+        return position
+
+    def _divergence(self, base: Ledger, old: Ledger, new: Ledger) -> Divergence | None:
+        match = self._match
+        answer = max((len(item.token_ids) for item in old.pending), default=0) // TOKEN_BYTES
+        had = old.num_tokens + answer
+        if match is None:
+            return None
+        if match.messages < old.num_messages:
+            cause = "shorter" if match.messages == self._text.count else "message"
+            message = match.messages
+        elif base.num_spans < old.num_spans:
+            cause = "context" if old.context != self._text.context else "template"
+            message = base.num_messages
+        elif old.pending and not self._spliced:
+            cause, message = "generated", old.num_messages
+        elif old.tokens != new.tokens[: len(old.tokens)]:
+            cause, message = "template", old.num_messages
+        else:
+            return None
+        tokens = common_tokens(old.tokens, new.tokens, base.num_tokens)
+        return Divergence(cause, message, tokens, base.end_of(base.num_spans).text_bytes, max(had - tokens, 0))  # type: ignore[arg-type]
+
+    def _as_text(self, reason: str) -> Continuation:
+        """Rendered and tokenised as a whole; the ledger is good for identifying the session and no more."""
+        text = self._pieces.whole(self._messages)
+        base = _empty(self._text.context, self._root, self._block_size)
+        longest = self._builder.model.tokenizer.longest_token
+        if len(text) // longest >= self._max_tokens:
+            raise PromptTooLongError(len(text) // longest)
+        tokens = self._cutter.encode(text)
+        ledger = msgspec.structs.replace(
+            base,
+            messages=self._text.digests,
+            tokens=tokens,
+            blocks=extend_blocks(b"", tokens, self._root, self._block_size),
+        )
+        return Continuation(ledger=ledger, path="text", tokenised_tokens=len(tokens) // TOKEN_BYTES, fallbacks=(reason,))
+
+
+def _empty(context: bytes, root: bytes, block_size: int) -> Ledger:
+    return Ledger(context=context, root=root, block_size=block_size)
+
+
+def pending_from(ledger: Ledger, answers: Sequence[tuple[Mapping[str, Any], Sequence[int]]]) -> tuple[Generated, ...]:
+    """A ledger's pending answers with new ones before them: (message as it was returned, ids without the end token)."""
+    fresh = []
+    for message, ids in answers[:_MAX_PENDING]:
+        reasoning = reasoning_of(message) is not None
+        fresh.append(Generated(meaning_digest(message), pack_tokens(ids), reasoning))
+    kept = [item for item in ledger.pending if all(item.token_ids != other.token_ids for other in fresh)]
+    return tuple([*fresh, *kept][:_MAX_PENDING])

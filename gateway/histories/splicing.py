@@ -1,0 +1,119 @@
+"""Whether an assistant message that came back is what was generated here, and its ids in the frame the template gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.histories.cutting import Cutter
+from gateway.histories.pieces import PieceRenderer
+from gateway.tokenization import TextTokenizer
+from prefix_cache.hashing import unpack_tokens
+from sessions.digests import meaning_digest, split_reasoning
+from sessions.ledger import Generated
+
+_SENTINEL = "zq7generated"
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """An answer that came back. `message`: as it is rendered, with the reasoning put back that its client dropped. `reasoning`:
+    the text of the thinking region that the template must keep, "" for none."""
+
+    generated: Generated
+    message: Mapping[str, Any]
+    reasoning: str
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Where the generated ids go: the answer's span is `text[:end]`, and what follows them in it is `text[after:end]`."""
+
+    after: int
+    end: int
+
+
+def find_returned(
+    message: Mapping[str, Any], pending: Sequence[Generated], tokenizer: TextTokenizer, *, restore: bool
+) -> Returned | str:
+    """The one of `pending` that `message` means, or why there is none (a word of docs/sessions.md)."""
+    if not pending:
+        return "nothing_generated"
+    if message["role"] != "assistant":
+        return "answer_left_out"
+    meaning = meaning_digest(message)
+    generated = next((item for item in pending if item.meaning == meaning), None)
+    if generated is None:
+        return "answer_edited"
+    if not generated.reasoning:
+        return Returned(generated, message, "")
+    thought, _ = split_reasoning(generated_text(generated, tokenizer))
+    kept = reasoning_of(message)
+    if kept is None:
+        if not restore:
+            return "reasoning_dropped"
+        content = message.get("content") or ""
+        return Returned(generated, {**message, "content": thought + content}, inner_text(thought))
+    if kept.strip() != inner_text(thought):
+        return "answer_edited"
+    return Returned(generated, message, inner_text(thought))
+
+
+def generated_text(generated: Generated, tokenizer: TextTokenizer) -> str:
+    """What was generated, as text."""
+    return tokenizer.decode(unpack_tokens(generated.token_ids).tolist())
+
+
+def reasoning_of(message: Mapping[str, Any]) -> str | None:
+    """The reasoning that a client sent with a message, in whichever place; None for none."""
+    given = message.get("reasoning_content")
+    if given:
+        return str(given)
+    thought = split_reasoning(message.get("content") or "")[0]
+    return inner_text(thought) if thought else None
+
+
+def inner_text(thought: str) -> str:
+    """A thinking region without its tags and outer white space."""
+    return thought.strip().removesuffix("</think>").strip().removeprefix("<think>").strip()
+
+
+def frame_of(
+    returned: Returned,
+    text: str,
+    opening: str,
+    messages: Sequence[Mapping[str, Any]],
+    start: int,
+    pieces: PieceRenderer,
+    cutter: Cutter,
+) -> Frame | str:
+    """The place of the generated ids in `text`, which is what the template writes from `messages[start]`, the answer, to the
+    end of the prompt. `opening`: what stood before the ids when they were generated. Or why there is none.
+
+    The answer is rendered once more with a sentinel for all it says. Where the sentinel's surroundings are those of the answer,
+    what lies between is what was said.
+    """
+    if not text.startswith(opening):
+        return "opening_changed"
+    blank = {"role": "assistant", "content": _SENTINEL}
+    framed = pieces.part([*messages[:start], blank, *messages[start + 1 :]], start, len(messages), prompt=True)
+    closing = None
+    if framed is not None and framed.count(_SENTINEL) == 1:
+        before, _, after = framed.partition(_SENTINEL)
+        if text.startswith(before) and text.endswith(after) and len(before) + len(after) <= len(text):
+            closing = len(text) - len(after)
+    if closing is None:
+        # Some templates write calls in another frame than words.
+        alone = pieces.part(messages, start, start + 1)
+        if alone is None or not text.startswith(alone):
+            return "template_frame"
+        closing = cutter.last_end(alone, len(opening))
+        if closing is None:
+            return "template_frame"
+    end = cutter.end_of_turn(text, closing)
+    if end is None or closing < len(opening):
+        return "template_frame"
+    if returned.reasoning and returned.reasoning not in text[len(opening) : closing]:
+        return "reasoning_stripped"
+    return Frame(closing, end)

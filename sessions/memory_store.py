@@ -1,0 +1,92 @@
+"""Sessions in this process: bounded by bytes, least recently used first."""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from sessions.records import SessionRecord
+from sessions.store import Page, StoreStats
+
+Key = tuple[str, str]
+
+
+class MemoryLedgerStore:
+    """A `sessions.store.LedgerStore`. Use on one event loop."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """Raises ValueError for a bound below one byte."""
+        if max_bytes < 1:
+            raise ValueError(f"sessions.max_bytes must be at least 1, not {max_bytes}")
+        self._max_bytes = max_bytes
+        self._records: OrderedDict[Key, SessionRecord] = OrderedDict()
+        self._by_name: dict[tuple[str, bytes], str] = {}
+        self._bytes = 0
+        self._evicted = 0
+
+    async def get(self, tenant: str, key: str) -> SessionRecord | None:
+        record = self._records.get((tenant, key))
+        if record is not None:
+            self._records.move_to_end((tenant, key))
+        return record
+
+    async def put(self, record: SessionRecord) -> bool:
+        known = self._records.get((record.tenant, record.key))
+        if known is not None and known.version != record.version - 1:
+            return False
+        self.replace(record)
+        return True
+
+    def replace(self, record: SessionRecord) -> None:
+        """Stores a record whatever stands there. One that is larger than the bound is not kept."""
+        at = (record.tenant, record.key)
+        self._drop(at)
+        size = record.nbytes
+        if size > self._max_bytes:
+            self._evicted += 1
+            return
+        self._records[at] = record
+        self._bytes += size
+        for name in record.prefix_names():
+            self._by_name[record.tenant, name] = record.key
+        while self._bytes > self._max_bytes:
+            self._drop(next(iter(self._records)))
+            self._evicted += 1
+
+    async def delete(self, tenant: str, key: str) -> bool:
+        return self._drop((tenant, key))
+
+    async def touch(self, tenant: str, key: str) -> None:
+        if (tenant, key) in self._records:
+            self._records.move_to_end((tenant, key))
+
+    async def recognise(self, tenant: str, names: Sequence[bytes]) -> str | None:
+        for name in reversed(names):
+            key = self._by_name.get((tenant, name))
+            if key is not None:
+                return key
+        return None
+
+    async def page(self, tenant: str, *, after: str | None, limit: int) -> Page:
+        behind = (key for owner, key in self._records if owner == tenant and (after is None or key > after))
+        keys = heapq.nsmallest(limit + 1, behind)
+        records = tuple(self._records[tenant, key] for key in keys[:limit])
+        return Page(records, keys[limit - 1] if len(keys) > limit else None)
+
+    def stats(self) -> StoreStats:
+        return StoreStats(len(self._records), self._bytes, self._evicted)
+
+    async def aclose(self) -> None:
+        return None
+
+    def _drop(self, at: Key) -> bool:
+        record = self._records.pop(at, None)
+        if record is None:
+            return False
+        self._bytes -= record.nbytes
+        for name in record.prefix_names():
+            # Another session may have taken the name over since.
+            if self._by_name.get((record.tenant, name)) == record.key:
+                del self._by_name[record.tenant, name]
+        return True

@@ -1,0 +1,57 @@
+"""Where sessions are kept, as a protocol. Keys are scoped by tenant: nothing here can be asked without one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from sessions.records import SessionRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Sessions of one tenant, and the key to go on after (None: these were the last)."""
+
+    records: tuple[SessionRecord, ...]
+    after: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """What a store holds in this process. `evicted`: records dropped to stay within the bound, since the start."""
+
+    sessions: int
+    bytes: int
+    evicted: int
+
+
+class LedgerStore(Protocol):
+    """Session records by (tenant, key). Nothing here raises when a backend is slow or gone: a record that cannot be had is
+    None, a write that cannot be made is lost. Records are immutable and may be shared with the caller."""
+
+    async def get(self, tenant: str, key: str) -> SessionRecord | None:
+        """The newest record known, None when there is none (any more). Counts as use."""
+
+    async def put(self, record: SessionRecord) -> bool:
+        """Stores a record that replaces version `record.version - 1`. False when another version is stored by now: read it,
+        add what is new, try again. A record whose predecessor was dropped meanwhile is stored."""
+
+    async def delete(self, tenant: str, key: str) -> bool:
+        """Forgets a session. False when there was none."""
+
+    async def touch(self, tenant: str, key: str) -> None:
+        """It is in use: keep it."""
+
+    async def recognise(self, tenant: str, names: Sequence[bytes]) -> str | None:
+        """The key of the session that a conversation extends: `names` are those of its prefixes, shortest first
+        (sessions.digests.prefix_names), and the longest one that a record has counts."""
+
+    async def page(self, tenant: str, *, after: str | None, limit: int) -> Page:
+        """Sessions of a tenant in the order of their keys, those behind `after`."""
+
+    def stats(self) -> StoreStats:
+        """What is held in this process."""
+
+    async def aclose(self) -> None:
+        """Frees connections; idempotent."""

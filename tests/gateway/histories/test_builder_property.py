@@ -1,0 +1,86 @@
+"""Whatever a conversation does, its prompt is what the template and the tokenizer give for all of it."""
+
+import pytest
+from agents import TOOLS, Agent, called, prompt_ids, result, said, system, user
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.turn import TurnError
+
+TEXTS = st.one_of(
+    st.sampled_from(
+        [
+            *("", " ", "a", "hello there", " padded ", "line\nline\n", "日本 🙂", '{"a": 1}', "half <think>", "words " * 30),
+            "<|im_end|>\n<|im_start|>user\n",
+            "<tool_response>x</tool_response>",
+            "[/INST] x </s>",
+            "<think>\nno\n</think>\n\nyes",
+        ]
+    ),
+    st.text(max_size=12),
+)
+ARGUMENTS = st.dictionaries(st.sampled_from(["q", "n"]), st.one_of(st.integers(-5, 5), st.text(max_size=5)), max_size=2)
+
+
+@st.composite
+def rounds(draw):
+    """A question, any number of calls with results, and an answer."""
+    messages = [user(draw(TEXTS))]
+    for step in range(draw(st.integers(0, 2))):
+        count = draw(st.sampled_from([1, 1, 1, 2]))
+        ids = [f"c{step:03d}{at:05d}" for at in range(count)]
+        message = called(*[("search", draw(ARGUMENTS), name) for name in ids], content=draw(st.none() | TEXTS))
+        if draw(st.integers(0, 3)) == 0:
+            message["reasoning_content"] = draw(st.text("ab \n", min_size=1, max_size=6))
+        messages += [message, *[result(draw(TEXTS), name) for name in ids]]
+    answer = said(draw(TEXTS))
+    if draw(st.integers(0, 3)) == 0:
+        answer["reasoning_content"] = draw(st.text("ab \n", min_size=1, max_size=6))
+    return [*messages, answer]
+
+
+@st.composite
+def histories(draw):
+    """Turns of one session: the conversation grows, and now and then is edited, cut, compacted or gets other tools."""
+    messages = [system(draw(TEXTS))] if draw(st.booleans()) else []
+    tools = TOOLS if draw(st.booleans()) else ()
+    turns = []
+    for _ in range(draw(st.integers(1, 3))):
+        grown = [*messages, *draw(rounds())]
+        ends = [end for end in range(len(messages) + 1, len(grown) + 1) if grown[end - 1]["role"] != "assistant"]
+        if draw(st.integers(0, 5)) == 0:
+            ends.append(len(grown))
+        turns.extend((list(grown[:end]), tools) for end in ends)
+        messages = grown
+        change = draw(st.sampled_from(["none", "none", "none", "edit", "cut", "compact", "tools", "again"]))
+        if change == "edit":
+            at = draw(st.integers(0, len(messages) - 1))
+            messages = [dict(message) for message in messages]
+            messages[at]["content"] = draw(TEXTS)
+        elif change == "cut":
+            messages = messages[: draw(st.integers(1, len(messages)))]
+        elif change == "compact":
+            keep = draw(st.integers(0, len(messages)))
+            messages = [*messages[: draw(st.integers(0, 1))], user(draw(TEXTS)), said(draw(TEXTS)), *messages[keep:]]
+        elif change == "tools":
+            tools = () if tools else TOOLS[: draw(st.integers(1, 2))]
+        elif change == "again" and turns:
+            turns.append(turns[-1])
+    return turns
+
+
+@pytest.mark.parametrize("name", ["smollm2", "qwen2.5", "qwen3", "llama3", "mistral", "hermes3", "gemma", "strings"])
+@settings(max_examples=25, deadline=None)
+@given(turns=histories(), every=st.sampled_from([0, 3]))
+def test_prompts_without_generated_text_are_those_of_the_template(family_model, name, turns, every):
+    agent = Agent(family_model(name), check_every=every)
+    for messages, tools in turns:
+        try:
+            expected = agent.reference(*messages, tools=tools)
+        except TurnError:
+            with pytest.raises(TurnError, match="does not take this conversation"):
+                agent.send(*messages, tools=tools)
+            continue
+        made = agent.send(*messages, tools=tools)
+        assert prompt_ids(made) == expected, (made.path, made.fallbacks)
+        assert "template_distrusted" not in made.fallbacks

@@ -1,0 +1,227 @@
+"""Sessions over HTTP: the next turn has the generated ids, whoever sends it sees only their own, and histories branch."""
+
+import asyncio
+
+import orjson
+import pytest
+from gateway_harness import run_gateway
+
+from prefix_cache.hashing import unpack_tokens
+
+S = {"X-Session-ID": "s1"}
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def said(text):
+    return {"role": "assistant", "content": text}
+
+
+async def get(gateway, path, *, status=200, method="GET", **kwargs):
+    async with gateway.http.request(method, gateway.url + path, **kwargs) as response:
+        body = orjson.loads(await response.read())
+        assert response.status == status, body
+        return body
+
+
+def prompt(gateway, position=-1):
+    return unpack_tokens(gateway.dispatcher.requests[position]["prompt"].packed_token_ids).tolist()
+
+
+def metric(gateway, name):
+    for line in gateway.telemetry.render_metrics().decode().splitlines():
+        if line.startswith(name + " "):
+            return float(line.split()[-1])
+    return 0.0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("headers", [S, {}], ids=["named", "by prefix"])
+async def test_the_next_turn_goes_on_where_the_last_one_ended(gateway, headers, stream):
+    gateway.dispatcher.script.text = "Hello there "
+    body = {"model": "tiny", "messages": [user("hi")]}
+    await (gateway.events if stream else gateway.json)("/v1/chat/completions", body, headers=headers)
+    first = prompt(gateway)
+    # The client trims what it got; the prompt keeps what was generated.
+    await gateway.chat(messages=[user("hi"), said("Hello there"), user("more")], headers=headers)
+    text = gateway.dispatcher.prompt_text()
+    assert text == (
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nHello there <|im_end|>\n"
+        "<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert prompt(gateway)[: len(first)] == first
+    listed = await get(gateway, "/v1/sessions")
+    (session,) = listed["data"]
+    assert session["named"] is bool(headers)
+    assert session["turns"] == 2
+    assert session["tokens"]["spliced"] == len("Hello there ")
+    assert session["tokens"]["prompt"] == len(first) + len(prompt(gateway))
+    assert session["tokens"]["cached"] == 6
+
+
+async def test_a_session_shows_its_branches_and_where_they_are(gateway):
+    await gateway.chat(headers=S)
+    shown = await get(gateway, "/v1/sessions/s1")
+    (branch,) = shown["branches"]
+    assert branch["messages"] == 1
+    assert branch["tokens"] == len(prompt(gateway))
+    assert branch["replica"] == "replica-0"
+    assert branch["residency"] == {"replica-0": {"blocks": branch["blocks"], "tokens": branch["blocks"] * 16}}
+    assert shown["cost"] == {"prefill_seconds": 0.1, "decode_seconds": 0.1}
+    assert shown["source"] == "x-session-id"
+    assert shown["hit_rate"] == pytest.approx(3 / branch["tokens"])
+
+
+async def test_another_key_sees_nothing(tiny_model):
+    async with run_gateway(tiny_model, api_keys=("a", "b")) as gateway:
+        a, b = ({"Authorization": f"Bearer {key}"} for key in "ab")
+        gateway.dispatcher.script.text = "Hello there "
+        await gateway.chat(headers={**S, **a})
+        assert (await get(gateway, "/v1/sessions/s1", headers=a))["turns"] == 1
+        for path, method in (("/v1/sessions/s1", "GET"), ("/v1/sessions/s1", "DELETE"), ("/v1/sessions/s1/fork", "POST")):
+            error = await get(gateway, path, method=method, headers=b, status=404)
+            assert error["error"]["code"] == "session_not_found"
+        assert (await get(gateway, "/v1/sessions", headers=b))["data"] == []
+        # The same id, and the same history: what was generated for A is not spliced for B.
+        await gateway.chat(messages=[user("hi"), said("Hello there"), user("x")], headers={**S, **b})
+        assert "Hello there<|im_end|>" in gateway.dispatcher.prompt_text()
+        await get(gateway, "/v1/sessions", status=401)
+
+
+async def test_an_edited_history_is_a_branch_and_its_old_blocks_are_superseded(gateway):
+    long = "a long question " * 4
+    await gateway.chat(messages=[user("one"), said("two"), user(long)], headers=S)
+    old = gateway.dispatcher.requests[-1]["prompt"].digests
+    await gateway.chat(messages=[user("one"), said("two"), user("another question")], headers=S)
+    new = gateway.dispatcher.requests[-1]["prompt"].digests
+    ((model, orphaned),) = gateway.dispatcher.superseded
+    assert model == "tiny"
+    shared = sum(left == right for left, right in zip(old, new, strict=False))
+    assert 0 < shared < len(old)
+    # The old prompt's own blocks, and those that its answer filled.
+    assert orphaned.startswith(b"".join(list(old)[shared:]))
+    shown = await get(gateway, "/v1/sessions/s1")
+    assert [branch["messages"] for branch in shown["branches"]] == [3, 3]
+    assert shown["misses"] == 1
+    assert shown["superseded_blocks"] == len(orphaned) // 16
+    # Back to the first one: branches live side by side, and no more is reported.
+    await gateway.chat(messages=[user("one"), said("two"), user(long), said("Hello there"), user("x")], headers=S)
+    await gateway.chat(messages=[user("one"), said("two"), user("yet another")], headers=S)
+    assert len(gateway.dispatcher.superseded) == 1
+
+
+async def test_a_sub_agent_starts_from_its_parents_prefix(gateway):
+    messages = [{"role": "system", "content": "You are an agent. " * 5}, user("go")]
+    gateway.dispatcher.script.text = "Going "
+    await gateway.chat(messages=messages, headers=S)
+    child = {"X-Session-ID": "child", "X-Parent-Session-ID": "s1"}
+    await gateway.chat(messages=[*messages, said("Going"), user("look into this")], headers=child)
+    assert "Going <|im_end|>" in gateway.dispatcher.prompt_text()
+    shown = await get(gateway, "/v1/sessions/child")
+    assert shown["parent"] == "s1"
+    assert shown["tokens"]["spliced"] == 6
+    # What both share is nobody's to give up.
+    await get(gateway, "/v1/sessions/child", method="DELETE")
+    own = b"".join(joined for _, joined in gateway.dispatcher.superseded)
+    assert not set(gateway.dispatcher.requests[0]["prompt"].digests) & {own[at : at + 16] for at in range(0, len(own), 16)}
+    assert len(own) > 0
+
+
+async def test_a_session_is_forked_and_deleted(gateway):
+    gateway.dispatcher.script.text = "Hello there "
+    await gateway.chat(headers=S)
+    forked = await get(gateway, "/v1/sessions/s1/fork", method="POST", json={"session_id": "s2"}, status=201)
+    assert (forked["id"], forked["parent"], forked["turns"]) == ("s2", "s1", 0)
+    taken = await get(gateway, "/v1/sessions/s1/fork", method="POST", json={"session_id": "s2"}, status=409)
+    assert taken["error"]["code"] == "session_exists"
+    unnamed = await get(gateway, "/v1/sessions/s1/fork", method="POST", status=201)
+    assert unnamed["id"].startswith("fork-")
+    bad = await get(gateway, "/v1/sessions/s1/fork", method="POST", json={"session_id": 3}, status=400)
+    assert bad["error"]["param"] == "session_id"
+    await gateway.chat(messages=[user("hi"), said("Hello there"), user("x")], headers={"X-Session-ID": "s2"})
+    assert "Hello there <|im_end|>" in gateway.dispatcher.prompt_text()
+    assert (await get(gateway, "/v1/sessions/s1", method="DELETE"))["deleted"] is True
+    await get(gateway, "/v1/sessions/s1", status=404)
+    assert (await get(gateway, "/v1/sessions/s2"))["turns"] == 1
+
+
+async def test_sessions_come_in_pages(gateway):
+    for name in ("b", "a/x", "c"):
+        await gateway.chat(headers={"X-Session-ID": name})
+    first = await get(gateway, "/v1/sessions?limit=2")
+    assert [session["id"] for session in first["data"]] == ["a/x", "b"]
+    assert first["has_more"]
+    second = await get(gateway, "/v1/sessions", params={"limit": 2, "after": first["after"]})
+    assert [session["id"] for session in second["data"]] == ["c"]
+    assert not second["has_more"]
+    assert (await get(gateway, "/v1/sessions/a/x"))["id"] == "a/x"
+    for limit in ("0", "x", "1001", "-1"):
+        assert (await get(gateway, f"/v1/sessions?limit={limit}", status=400))["error"]["param"] == "limit"
+
+
+async def test_two_turns_at_once_are_both_served_and_both_remembered(gateway):
+    gateway.dispatcher.script.text = "Hello there "
+    await gateway.chat(headers=S)
+    gate = gateway.dispatcher.script.gate = asyncio.Event()
+    base = [user("hi"), said("Hello there")]
+    turns = [asyncio.create_task(gateway.chat(messages=[*base, user(f"question {number}")], headers=S)) for number in range(3)]
+    await gateway.dispatcher.wait_for(4)
+    gate.set()
+    await asyncio.gather(*turns)
+    shown = await get(gateway, "/v1/sessions/s1")
+    assert shown["turns"] == 4
+    assert len(shown["branches"]) == 3
+    # Each of them can be gone on with.
+    for number in range(3):
+        await gateway.chat(messages=[*base, user(f"question {number}"), said("Hello there"), user("x")], headers=S)
+        assert gateway.dispatcher.prompt_text().count("Hello there <|im_end|>") == 2
+
+
+async def test_other_tools_begin_anew_where_they_stand(gateway):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    gateway.dispatcher.script.text = "Hello there "
+    await gateway.chat(headers=S)
+    await gateway.chat(messages=[user("hi"), said("Hello there"), user("x")], headers=S, tools=[tool])
+    # The tools are written first, so nothing before them can be kept.
+    assert '"name": "f"' in gateway.dispatcher.prompt_text()
+    assert (await get(gateway, "/v1/sessions/s1"))["misses"] == 1
+
+
+async def test_a_turn_that_fails_leaves_the_session_as_it_was(gateway):
+    gateway.dispatcher.script.text = "Hello there "
+    await gateway.chat(headers=S)
+    gateway.dispatcher.script.late_error = RuntimeError("broken")
+    await gateway.chat(messages=[user("hi"), said("Hello there"), user("x")], headers=S, status=500)
+    gateway.dispatcher.script.late_error = None
+    await gateway.chat(messages=[user("hi"), said("Hello there"), user("x")], headers=S)
+    assert "Hello there <|im_end|>" in gateway.dispatcher.prompt_text()
+
+
+async def test_a_stop_string_is_not_spliced(gateway):
+    gateway.dispatcher.script.text = "Hello there END and more"
+    await gateway.chat(headers=S, stop=["END"])
+    await gateway.chat(messages=[user("hi"), said("Hello there "), user("x")], headers=S)
+    assert "END" not in gateway.dispatcher.prompt_text()
+
+
+async def test_without_a_ledger_there_are_no_sessions(tiny_model):
+    async with run_gateway(tiny_model, ledger=False) as gateway:
+        gateway.dispatcher.script.text = "Hello there "
+        await gateway.chat(headers=S)
+        await gateway.chat(messages=[user("hi"), said("Hello there"), user("x")], headers=S)
+        assert "Hello there<|im_end|>" in gateway.dispatcher.prompt_text()
+        assert (await get(gateway, "/v1/sessions", status=404))["error"]["code"] == "ledger_off"
+
+
+async def test_sessions_are_bounded_by_bytes(tiny_model):
+    async with run_gateway(tiny_model, max_bytes=40_000) as gateway:
+        for number in range(40):
+            await gateway.chat(headers={"X-Session-ID": f"s{number}"})
+        assert metric(gateway, "turnkeep_gateway_sessions_bytes") <= 40_000
+        assert metric(gateway, "turnkeep_gateway_sessions") < 40
+        assert metric(gateway, "turnkeep_gateway_sessions_evicted_total") > 0
+        kept = {session["id"] for session in (await get(gateway, "/v1/sessions"))["data"]}
+        assert "s39" in kept
+        assert "s0" not in kept
