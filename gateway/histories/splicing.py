@@ -90,8 +90,9 @@ def frame_of(
     pieces: PieceRenderer,
     cutter: Cutter,
 ) -> Frame | str:
-    """The place of the generated ids in `text`, or why there is none. `text` is what the template writes from `messages[start]`,
-    the answer, to the end of the prompt; `opening` stood before the ids when they were generated; `said` gives their text.
+    """The place of the generated ids in `text`, or why there is none. `text` is what the template writes from the answer,
+    `messages[start]`, to the end of the prompt; `opening` stood before the ids when they were generated; `said` gives
+    their text.
 
     The answer is rendered once more with a sentinel for all it says. Where the sentinel's surroundings are those of the answer,
     what lies between is what was said.
