@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,7 +20,7 @@ from gateway.histories.cutting import Cutter
 from gateway.histories.growth import Growth
 from gateway.histories.matching import Match, TurnText, best_match
 from gateway.histories.pieces import PieceRenderer
-from gateway.histories.splicing import Frame, Returned, find_returned, frame_of, reasoning_of
+from gateway.histories.splicing import Frame, Returned, find_returned, frame_of, generated_text, reasoning_of
 from gateway.histories.stability import Stability, TurnKind
 from gateway.models import ServedModel
 from gateway.rendering import tool_dict
@@ -333,7 +334,8 @@ class _Work:
         opening = old.tokens[old.end_of(old.num_spans).tokens * TOKEN_BYTES :]
         frame: Frame | str = "opening_changed"
         if bool(opening) == bool(old.tail):  # else the text before the answer was too long to be kept
-            frame = frame_of(self._returned, text, old.tail, self._messages, start, self._pieces, self._cutter)
+            said = partial(generated_text, self._returned.generated, self._builder.model.tokenizer)
+            frame = frame_of(self._returned, said, text, old.tail, self._messages, start, self._pieces, self._cutter)
         if isinstance(frame, str):
             self._give_up(frame)
             self._fallbacks.append(frame)

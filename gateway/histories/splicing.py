@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from sessions.digests import meaning_digest, split_reasoning
 from sessions.ledger import Generated
 
 _SENTINEL = "zq7generated"
+_ALIKE = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ def inner_text(thought: str) -> str:
 
 def frame_of(
     returned: Returned,
+    said: Callable[[], str],
     text: str,
     opening: str,
     messages: Sequence[Mapping[str, Any]],
@@ -88,8 +90,9 @@ def frame_of(
     pieces: PieceRenderer,
     cutter: Cutter,
 ) -> Frame | str:
-    """The place of the generated ids in `text`, which is what the template writes from `messages[start]`, the answer, to the
-    end of the prompt. `opening`: what stood before the ids when they were generated. Or why there is none.
+    """The place of the generated ids in `text`, or why there is none. `text` is what the template writes from the answer,
+    `messages[start]`, to the end of the prompt; `opening` stood before the ids when they were generated; `said` gives
+    their text.
 
     The answer is rendered once more with a sentinel for all it says. Where the sentinel's surroundings are those of the answer,
     what lies between is what was said.
@@ -101,6 +104,8 @@ def frame_of(
     closing = None
     if framed is not None and framed.count(_SENTINEL) == 1:
         before, _, after = framed.partition(_SENTINEL)
+        if not _begins_alike(before, opening):
+            return "opening_changed"
         if text.startswith(before) and text.endswith(after) and len(before) + len(after) <= len(text):
             closing = len(text) - len(after)
     if closing is None:
@@ -111,9 +116,20 @@ def frame_of(
         closing = cutter.last_end(alone, len(opening))
         if closing is None:
             return "template_frame"
+        written, generated = alone[len(opening) : closing].lstrip(), said().lstrip()
+        if written[:_ALIKE] != generated[:_ALIKE]:
+            return "opening_changed"
     end = cutter.end_of_turn(text, closing)
     if end is None or closing < len(opening):
         return "template_frame"
     if returned.reasoning and returned.reasoning not in text[len(opening) : closing]:
         return "reasoning_stripped"
     return Frame(closing, end)
+
+
+def _begins_alike(before: str, opening: str) -> bool:
+    """Whether the template writes before an answer what stood there when it was generated: not so for a template that has no
+    generation prompt and begins an answer with a header. White space more is the model's own to write."""
+    if before.startswith(opening):
+        return not before[len(opening) :].strip()
+    return opening.startswith(before)

@@ -84,3 +84,51 @@ def test_prompts_without_generated_text_are_those_of_the_template(family_model, 
         made = agent.send(*messages, tools=tools)
         assert prompt_ids(made) == expected, (made.path, made.fallbacks)
         assert "template_distrusted" not in made.fallbacks
+
+
+WORDS = st.text("abc é,.", min_size=1, max_size=8).map(str.strip).filter(bool)
+
+
+@st.composite
+def dialogues(draw):
+    """What happens turn by turn: the model's answer, and what its client does before it speaks again."""
+    steps = [
+        (draw(WORDS), draw(st.sampled_from(["goes on", "goes on", "trims", "edits", "forgets", "asks again", "rewrites"])))
+        for _ in range(draw(st.integers(1, 6)))
+    ]
+    return draw(st.booleans()), steps
+
+
+@pytest.mark.parametrize("name", ["smollm2", "qwen2.5", "llama3", "hermes3", "gemma"])
+@settings(max_examples=25, deadline=None)
+@given(dialogue=dialogues(), every=st.sampled_from([0, 2]))
+def test_generated_ids_stand_exactly_where_their_text_would(family_model, name, dialogue, every):
+    agent = Agent(family_model(name), check_every=every)
+    has_system, steps = dialogue
+    messages = [system("be brief")] if has_system and name != "gemma" else []
+    messages.append(user("question"))
+    decode = agent.model.tokenizer.decode
+    expected, known, ids = 0, [], []
+    for number, (answer, then) in enumerate(steps):
+        made = agent.send(*messages)
+        prompt = prompt_ids(made)
+        assert decode(prompt) == agent.model.renderer.render(messages), (made.path, made.fallbacks)
+        # Without a generation prompt (gemma) answers are generated where the template would have put a header first.
+        assert made.spliced_tokens == (0 if name == "gemma" else expected)
+        if made.spliced_tokens:
+            assert prompt[: len(known)] == known
+        ids = [one for character in answer for one in agent.ids(character)]
+        agent.answer(said(answer), ids)
+        known, expected = [*prompt, *ids], len(ids)
+        if then == "edits":
+            answer, expected = answer + " indeed", 0
+        elif then == "forgets":
+            answer, expected = "something else", 0
+        elif then == "asks again":
+            expected, known = 0, []
+            continue
+        messages = [*messages, said(answer + " \n" if then == "trims" and name in ("llama3", "gemma") else answer)]
+        messages.append(user(f"and {number}?"))
+        if then == "rewrites":
+            messages[-3] = user(f"no, {number}")
+            expected = 0
