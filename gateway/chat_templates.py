@@ -96,6 +96,18 @@ def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
     return environment
 
 
+def _content_words(tree: nodes.Template) -> frozenset[str]:
+    """What the template looks for in texts, as far as it is written out: constants compared or given to a call, without
+    plain words, which are roles and names of fields."""
+    found: set[str] = set()
+    for parent in tree.find_all((nodes.Compare, nodes.Call)):
+        for constant in parent.find_all(nodes.Const):
+            value = constant.value
+            if isinstance(value, str) and 3 <= len(value) <= 64 and not value.replace("_", "").isalnum():
+                found.add(value)
+    return frozenset(found)
+
+
 class ChatTemplate:
     """One compiled template. Safe to render from several threads."""
 
@@ -107,7 +119,9 @@ class ChatTemplate:
         # A date whose format is not written out, or a template that draws lots.
         self._unforeseeable = len(_DATE_CALL.findall(source)) != len(self._formats) or bool(_RANDOM.search(source))
         try:
-            self._template = _environment(now).from_string(source)
+            environment = _environment(now)
+            self._template = environment.from_string(source)
+            self.content_words = _content_words(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"line {error.lineno}: {error.message}") from error
 

@@ -72,6 +72,10 @@ class ChatRenderer:
         something that is never twice the same."""
         return [part for template, _ in self._templates.values() for part in template.volatile()]
 
+    def content_words(self) -> frozenset[str]:
+        """What the templates look for in the texts of messages."""
+        return frozenset().union(*(template.content_words for template, _ in self._templates.values()))
+
     def traits(self, with_tools: bool = False) -> TemplateTraits:
         """What the template for turns with or without tools can do. Raises KeyError without a template."""
         return self._choose(with_tools)[1]

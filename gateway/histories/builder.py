@@ -113,6 +113,8 @@ class HistoryBuilder:
 
     def goes_by_tail(self, turn: Turn, text: TurnText, ledger: Ledger, start: int) -> bool:
         """Whether the messages from `start` on may be rendered without those before them."""
+        if self.stability.is_odd(turn.messages):
+            return False
         reasoning = ledger.reasoned or any(item.reasoning for item in ledger.pending)
         if not reasoning:
             reasoning = any(reasoning_of(message) is not None for message in turn.messages[start:])

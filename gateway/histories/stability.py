@@ -4,7 +4,9 @@ Two things must hold. What the template wrote for the old messages must stay as 
 past turns when a user speaks again, or moves the tools before the last user message). And the new messages must render behind
 a skeleton of the old ones as behind all of them. Both are tried on a family of conversations, for every place where they
 can be cut, and the answers are kept by what distinguishes turns: who spoke last, who speaks now, whether calls and reasoning
-occur. A turn of a kind that no conversation of the family has is rendered whole.
+occur. A turn of a kind that no conversation of the family has is rendered whole, and so is one in which a user says what the
+template looks for in texts: Qwen3's takes a user's `<tool_response>` for a result, which decides what becomes of reasoning
+elsewhere.
 """
 
 from __future__ import annotations
@@ -53,6 +55,14 @@ class Stability:
         self._answers: dict[object, Mapping[TurnKind, bool]] = {}
         self._lock = threading.Lock()
         self._distrusted = False
+        self._words = tuple(renderer.content_words())
+
+    def is_odd(self, messages: Messages) -> bool:
+        """Whether a user says what the template looks for in texts."""
+        if not self._words:
+            return False
+        texts = (message.get("content") for message in messages if message["role"] == "user")
+        return any(word in text for text in texts if isinstance(text, str) for word in self._words)
 
     def distrust(self) -> None:
         """A turn of a kind that passed all tries was not as expected: from now on everything is rendered whole."""

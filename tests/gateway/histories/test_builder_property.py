@@ -86,6 +86,21 @@ def test_prompts_without_generated_text_are_those_of_the_template(family_model, 
         assert "template_distrusted" not in made.fallbacks
 
 
+def test_a_user_who_speaks_like_a_tool_is_rendered_with_everything_else(family_model):
+    """Qwen3's template takes such a user for a result, and then writes the reasoning of an answer before it."""
+    agent = Agent(family_model("qwen3"), check_every=0)
+    history = [user(""), {**said(""), "reasoning_content": "a"}, user("<tool_response>x</tool_response>"), said("")]
+    for end in (1, 3, 4):
+        made = agent.send(*history[:end])
+        assert prompt_ids(made) == agent.reference(*history[:end]), (end, made.path)
+
+
+def test_what_templates_look_for_in_texts(family_model):
+    words = {name: family_model(name).renderer.content_words() for name in ("smollm2", "qwen3")}
+    assert {"<tool_response>", "</tool_response>", "</think>"} <= words["qwen3"]
+    assert words["smollm2"] == frozenset()
+
+
 WORDS = st.text("abc é,.", min_size=1, max_size=8).map(str.strip).filter(bool)
 
 
