@@ -14,6 +14,7 @@ admits nobody.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from engine.kv_cache import BlockCopy, KVCache
@@ -104,7 +105,7 @@ class Scheduler:
                 if draft.budget > 0 and sequence.status is Status.RUNNING and (sequence.remaining == 1) == decoding:
                     self._continue(sequence, draft)
         started = [] if draft.preempted or draft.stalled else self._admit(draft, now)
-        return StepPlan(tuple(draft.scheduled.values()), tuple(started), draft.preempted)
+        return StepPlan(_families_together(draft.scheduled.values()), tuple(started), draft.preempted)
 
     def _continue(self, sequence: Sequence, draft: _Draft) -> None:
         """Schedules a running sequence, preempting others of lower rank as far as it needs their blocks."""
@@ -170,3 +171,11 @@ class Scheduler:
         if index == len(ordered) or ordered[index] is not sequence:
             raise RuntimeError(f"choice {sequence.index} of request {sequence.request.request_id!r} is not where it belongs")
         del ordered[index]
+
+
+def _families_together(items: Iterable[ScheduledSequence]) -> tuple[ScheduledSequence, ...]:
+    """Sequences that decode and begin with the same block stand side by side, so that a kernel may attend to what they share
+    once for all of them. Where a sequence stands in its step changes nothing else."""
+    items = tuple(items)
+    prefills = [item for item in items if item.count > 1]
+    return *prefills, *sorted((item for item in items if item.count == 1), key=lambda item: item.sequence.table[0])

@@ -280,3 +280,18 @@ def test_what_is_published_can_be_found_only_with_caching(caching):
     desk.add("a", 9)
     desk.step()
     assert len(desk.cache.pool.snapshot()) == (2 * 16 if caching else 0)
+
+
+def test_decoding_sequences_that_share_a_prefix_stand_side_by_side():
+    desk = Desk(budget=64)
+    for number in range(3):  # two families, by turns: a0 b0 a1 b1 a2 b2
+        for family in (0, 1):
+            desk.add(f"{'ab'[family]}{number}", 9, seed=family)
+            desk.step()  # computed, so that the next of its family finds its blocks
+    desk.add("late", 20, seed=9)
+    plan = desk.plan()
+    names = desk.names(item.sequence for item in plan.scheduled)
+    assert names[0] == "late"
+    assert sorted((names[1:4], names[4:])) == [["a0", "a1", "a2"], ["b0", "b1", "b2"]]
+    firsts = [item.sequence.table[0] for item in plan.scheduled[1:]]
+    assert firsts[0] == firsts[1] == firsts[2] != firsts[3]
