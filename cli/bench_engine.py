@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cli.json_file import JSON_OPTION
 from cli.model import CACHE_OPTION, fetch
 from engine.checkpoints import DEFAULT_MODEL, CheckpointError
 from engine.config import ConfigError
@@ -48,7 +49,7 @@ _FOREIGN = 0.15
 @click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Turns that count; one more warms up.")
 @click.option("--only", default="", metavar="PATTERN", help="Run the works in whose names this is found.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the prompts, which are random token ids.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there as well.")
+@JSON_OPTION
 def engine_command(**options: Any) -> None:
     """Print what the engine reaches here, its share of the roofline, and its ratio to other engines.
 
@@ -81,9 +82,9 @@ def engine_command(**options: Any) -> None:
             raise click.ClickException(str(error)) from error
     except (CheckpointError, ConfigError) as error:
         raise click.ClickException(str(error)) from error
+    _show(report)
     if options["json_file"] is not None:
         options["json_file"].write_text(json.dumps(report.as_json(), indent=1) + "\n")
-    _show(report)
 
 
 def _peers(options: dict[str, Any]) -> list[Peer]:
@@ -123,8 +124,8 @@ def _pair(text: str, option: str, form: str) -> tuple[str, str]:
 
 
 class _Progress:
-    """A line that says what is being measured, on a terminal. It is drawn between the turns only: during a turn nothing else
-    may run."""
+    """A line that says what is being measured; where there is no terminal, a line for each work. It is drawn between the turns
+    only: during a turn nothing else may run."""
 
     def __init__(self, console: Any) -> None:
         self._console = console
@@ -145,6 +146,8 @@ class _Progress:
         """An `engine.bench.measure.Progress`."""
         if self._console.is_terminal:
             self._status.update(f"{what} ({done + 1} of {total})" if total > 1 else what, refresh=True)
+        elif done == 0:
+            self._console.print(f"{what}...", highlight=False)
 
 
 def _show(report: Report) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from cli.gateway_process import GatewayError, GatewayProcess, serve_command
+from cli.json_file import JSON_OPTION
 from cli.model import CACHE_OPTION, fetch
 from engine.checkpoints import DEFAULT_MODEL, CheckpointError
 
@@ -35,7 +35,7 @@ _BLOCK = 16
 )
 @CACHE_OPTION
 @click.option("--serve-option", multiple=True, metavar="OPTION", help="Passed on to `turnkeep serve`; repeatable.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there as well.")
+@JSON_OPTION
 def gateway_command(**options: Any) -> None:
     """Print processor time of a turn by stage, latency and memory of the gateway, for conversations that grow.
 
@@ -63,9 +63,9 @@ def gateway_command(**options: Any) -> None:
         raise click.ClickException(str(error)) from error
     except ValueError as error:
         raise click.UsageError(str(error)) from error
+    _show(config, reports)
     if options["json_file"] is not None:
         options["json_file"].write_text(json.dumps([report.as_json() for report in reports], indent=1) + "\n")
-    _show(config, reports)
 
 
 async def _measure(config: LoadConfig, options: dict[str, Any], console: Any) -> list[SideReport]:

@@ -192,8 +192,10 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     code = _run(load, address, options)
     sys.stdout.flush()
     sys.stderr.flush()
-    if any(thread is not threading.current_thread() and not thread.daemon for thread in threading.enumerate()):
-        # A grammar that is still being compiled has no one left to wait for it, and nothing stops it but this.
+    if threading.active_count() > 1:
+        # A grammar that is still being compiled has no one left to wait for it, and a model that is still being loaded would be
+        # torn from torch's own code by the interpreter's end, which aborts the process. Nothing stops them but this.
+        logging.shutdown()
         os._exit(code)
     ctx.exit(code)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from cli.json_file import JSON_OPTION
 from cli.model import CACHE_OPTION, fetch, own_name
 from engine.checkpoints import DEFAULT_MODEL, CheckpointError
 from engine.config import ConfigError, EngineConfig
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 @click.option("--tokens", type=click.IntRange(64), default=None, help="Tokens of text at most. [default: 16384]")
 @click.option("--threads", type=click.IntRange(1), default=None, help="Threads to compute with. [default: as torch finds]")
 @click.option("--kernels", type=click.Choice(["auto", "reference"]), default="auto", show_default=True)
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there as well.")
+@JSON_OPTION
 @click.pass_context
 def quality_command(ctx: click.Context, /, **options: Any) -> None:
     """Print perplexity and greedy agreement of each format over a bundled text and recorded agent sessions.
@@ -46,10 +46,10 @@ def quality_command(ctx: click.Context, /, **options: Any) -> None:
         verdicts = _measure(options, console)
     except (CheckpointError, ConfigError) as error:
         raise click.ClickException(str(error)) from error
+    _print(verdicts)
     if options["json_file"] is not None:
         found = [asdict(verdict) | {"ready": verdict.ready} for verdict in verdicts]
         options["json_file"].write_text(json.dumps(found, indent=1))
-    _print(verdicts)
     ctx.exit(0 if all(verdict.ready for verdict in verdicts) else 1)
 
 

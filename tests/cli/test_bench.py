@@ -56,9 +56,10 @@ def test_a_run_against_transformers(bench, tiny_checkpoint, tmp_path):
         assert row["foreign"] >= 0
         peer = row["peers"]["transformers"]
         assert peer["ratio"] == pytest.approx(row["rate"]["median"] / peer["median"])
-        line = next(line for line in result.output.splitlines() if line.startswith(row["work"]))
+        line = next(line for line in result.stdout.splitlines() if line.startswith(row["work"]))
         assert f"{row['rate']['median']:,.1f} ({row['rate']['spread']:.0%})" in line
         assert line.endswith(f"{peer['ratio']:.2f}")
+        assert f"{row['work']}: turnkeep..." in result.stderr.splitlines()
     assert [overhead["batch"] for overhead in report["step_overhead"]] == [1, 16]
     for overhead in report["step_overhead"]:
         assert 0 < overhead["overhead"] < overhead["step"]
@@ -88,5 +89,6 @@ def test_what_does_not_fit_together_is_refused(bench, tmp_path, tiny_checkpoint)
     assert "There are settings for vllm, but no --vs vllm." in said(bench("--peer-python", "vllm=/usr/bin/python3"))
     assert "--peer-option 'vllm=x' must be PEER:KEY=VALUE." in said(bench("--vs", "vllm", "--peer-option", "vllm=x"))
     assert "--peer-python 'vllm' must be PEER=PATH." in said(bench("--vs", "vllm", "--peer-python", "vllm"))
+    assert "there is no directory '/no/where' to write it in" in said(bench("--json", "/no/where/figures.json"))
     assert "is found in the name of no work; they are: prefill 128, " in said(bench(*model, "--only", "training"))
     assert "which is no regular expression" in said(bench(*model, "--only", "("))

@@ -144,6 +144,22 @@ def test_a_signal_ends_it_after_its_streams():
         assert "Traceback" not in log
 
 
+@pytest.mark.parametrize("after", [2.0, 2.5, 3.0])
+def test_a_signal_during_the_load_of_a_model_ends_it_in_order(smollm2_dir, tmp_path, after):
+    """int4, since making its codes takes a second or two of torch on the loading thread."""
+    address = tmp_path / "replica.sock"
+    arguments = command("--model", smollm2_dir, "--quantization", "int4", "--num-blocks", 64, "--uds", address)
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as replica:
+        while not address.exists():
+            assert replica.poll() is None, replica.communicate()
+            time.sleep(0.01)
+        time.sleep(after)
+        replica.send_signal(signal.SIGTERM)
+        _, log = replica.communicate(timeout=30)
+    assert replica.returncode == 0, log
+    assert "terminate called" not in log
+
+
 @pytest.mark.parametrize("how", ["timeout", "second signal"])
 def test_streams_that_take_too_long_are_ended(how):
     grace = 0.3 if how == "timeout" else 60
