@@ -37,7 +37,7 @@ _FOREIGN = 0.15
     metavar="PEER:KEY=VALUE",
     help="A setting of a peer, such as openvino:INFERENCE_PRECISION_HINT=f32; repeatable.",
 )
-@click.option("--model", default=DEFAULT_MODEL, show_default=True, metavar="NAME|DIR", help="Fetched when it is not there yet.")
+@click.option("--model", default=DEFAULT_MODEL, show_default=True, metavar="NAME|DIR|FILE.gguf", help="Fetched if need be.")
 @CACHE_OPTION
 @click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float16", "float32"]), default="auto", show_default=True)
 @click.option("--quantization", type=click.Choice(["none", "int8", "int4", "gguf"]), default="none", show_default=True)
@@ -63,7 +63,8 @@ def engine_command(**options: Any) -> None:
     peers = _peers(options)
     console = Console(stderr=True)
     try:
-        model = fetch(options["model"], options["cache_dir"].absolute(), console)
+        blocks = options["quantization"] == "gguf"
+        model = fetch(options["model"], options["cache_dir"].absolute(), console, blocks=blocks)
         # Imports torch.
         from engine.bench.session import BenchConfig, run_bench
         from engine.bench.sides import PeerError

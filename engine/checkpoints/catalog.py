@@ -65,7 +65,7 @@ def resolve(name_or_path: str | Path, cache_dir: Path) -> Path:
         )
     raise CheckpointError(
         f"There is no model {text}: no such directory, and no embedded model of that name ({_embedded_names()}). Give a "
-        "directory, one of those names, or a hub id (owner/name)."
+        "directory, a .gguf file, one of those names, or a hub id (owner/name)."
     )
 
 
