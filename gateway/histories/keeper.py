@@ -21,7 +21,7 @@ import msgspec
 
 from gateway.choices import ChoiceState
 from gateway.config import SessionsConfig
-from gateway.histories.builder import HistoryBuilder, PromptTooLongError, pending_from
+from gateway.histories.builder import HistoryBuilder, PromptTooLongError, Said, pending_from
 from gateway.histories.matching import Match, TurnText
 from gateway.histories.orphans import orphaned_blocks
 from gateway.models import ServedModel
@@ -170,7 +170,7 @@ class HistoryKeeper:
         history.closed = True
         made = history.continuation
         now = self._clock()
-        answers = [pair for choice in answered.choices if (pair := _answer(choice)) is not None]
+        answers = [said for choice in answered.choices if (said := _answer(choice)) is not None]
         ledger = msgspec.structs.replace(
             made.ledger,
             pending=pending_from(made.ledger, answers),
@@ -327,7 +327,7 @@ def _is_prefix(branch: Ledger, ledger: Ledger) -> bool:
     return branch.root == ledger.root and branch.context == ledger.context and ledger.messages.startswith(branch.messages)
 
 
-def _answer(choice: ChoiceState) -> tuple[dict[str, Any], Sequence[int]] | None:
+def _answer(choice: ChoiceState) -> Said | None:
     """A choice as the message that its client got, and the ids without what ended it. None where they are not the same: the
     text of a stop string, and what follows it, was generated and not returned."""
     if choice.finish_reason is None or isinstance(choice.stop_reason, str):
@@ -342,4 +342,5 @@ def _answer(choice: ChoiceState) -> tuple[dict[str, Any], Sequence[int]] | None:
         message["tool_calls"] = [
             {"function": {"name": call.name, "arguments": arguments_object("".join(call.arguments))}} for call in choice.calls
         ]
-    return message, ids
+    cut = choice.finish_reason == "length" or not all(call.complete for call in choice.calls)
+    return Said(message, ids, cut)

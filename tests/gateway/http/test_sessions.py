@@ -225,3 +225,18 @@ async def test_sessions_are_bounded_by_bytes(tiny_model):
         kept = {session["id"] for session in (await get(gateway, "/v1/sessions"))["data"]}
         assert "s39" in kept
         assert "s0" not in kept
+
+
+async def test_a_call_that_max_tokens_cut_is_not_spliced(gateway):
+    gateway.dispatcher.script.text = generated = '<tool_call>\n{"name": "f", "arguments": {"q": "cats"}}\n</tool_call>'
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    for number, cut in enumerate((generated.index("cats"), generated.index("tool_call>", 20))):
+        headers = {"X-Session-ID": f"cut-{number}"}
+        answer = await gateway.chat(headers=headers, tools=[tool], max_tokens=cut)
+        assert answer["choices"][0]["finish_reason"] == "length"
+        back = answer["choices"][0]["message"]
+        assert back["tool_calls"][0]["function"]["name"] == "f"
+        result = {"role": "tool", "tool_call_id": back["tool_calls"][0]["id"], "content": "none"}
+        await gateway.chat(messages=[user("hi"), back, result], headers=headers, tools=[tool])
+        assert generated[:cut] + "<|im_end|>" not in gateway.dispatcher.prompt_text()
+        assert metric(gateway, 'turnkeep_gateway_history_fallbacks_total{reason="answer_cut"}') == number + 1
