@@ -1,6 +1,7 @@
 """Sessions over HTTP: the next turn has the generated ids, whoever sends it sees only their own, and histories branch."""
 
 import asyncio
+import dataclasses
 
 import orjson
 import pytest
@@ -240,3 +241,28 @@ async def test_a_call_that_max_tokens_cut_is_not_spliced(gateway):
         await gateway.chat(messages=[user("hi"), back, result], headers=headers, tools=[tool])
         assert generated[:cut] + "<|im_end|>" not in gateway.dispatcher.prompt_text()
         assert metric(gateway, 'turnkeep_gateway_history_fallbacks_total{reason="answer_cut"}') == number + 1
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["a later turn", "the first turns"])
+async def test_a_session_deleted_during_a_turn_stays_deleted(gateway, known):
+    gateway.dispatcher.script.text = "Hello there "
+    if known:
+        await gateway.chat(headers=S)
+    gate = asyncio.Event()
+    gateway.dispatcher.script = dataclasses.replace(gateway.dispatcher.script, gate=gate)
+    turn = asyncio.create_task(gateway.events("/v1/chat/completions", {"model": "tiny", "messages": [user("a")]}, headers=S))
+    await gateway.dispatcher.wait_for(2 if known else 1)
+    gateway.dispatcher.script = dataclasses.replace(gateway.dispatcher.script, gate=None)
+    if not known:
+        await gateway.chat(headers=S)
+    assert (await get(gateway, "/v1/sessions/s1", method="DELETE"))["deleted"] is True
+    gate.set()
+    await turn
+    await get(gateway, "/v1/sessions/s1", status=404)
+    assert (await get(gateway, "/v1/sessions"))["data"] == []
+    # The name may be used again, and forked onto.
+    await gateway.chat(headers=S)
+    assert (await get(gateway, "/v1/sessions/s1"))["turns"] == 1
+    assert (await get(gateway, "/v1/sessions/s1/fork", method="POST", json={"session_id": "s2"}, status=201))["id"] == "s2"
+    await get(gateway, "/v1/sessions/s2", method="DELETE")
+    assert (await get(gateway, "/v1/sessions/s1/fork", method="POST", json={"session_id": "s2"}, status=201))["id"] == "s2"
