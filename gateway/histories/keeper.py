@@ -293,7 +293,7 @@ class HistoryKeeper:
                 epoch=history.epoch,
                 named=history.named,
                 source=history.session.source if history.named else "prefix",
-                parent=history.session.parent or history.foreign,
+                parent=history.session.parent,
                 correlation=history.session.correlation,
                 created_at=now,
                 shared_blocks=common_blocks(ledger.blocks, shared),

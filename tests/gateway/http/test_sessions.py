@@ -266,3 +266,14 @@ async def test_a_session_deleted_during_a_turn_stays_deleted(gateway, known):
     assert (await get(gateway, "/v1/sessions/s1/fork", method="POST", json={"session_id": "s2"}, status=201))["id"] == "s2"
     await get(gateway, "/v1/sessions/s2", method="DELETE")
     assert (await get(gateway, "/v1/sessions/s1/fork", method="POST", json={"session_id": "s2"}, status=201))["id"] == "s2"
+
+
+async def test_a_parent_is_what_was_declared_and_no_stranger_that_begins_alike(gateway):
+    messages = [{"role": "system", "content": "You are an agent. " * 5}, user("go")]
+    await gateway.chat(messages=messages, headers={"X-Session-ID": "first"})
+    for name, declared, parent in (("second", None, None), ("self", "self", None), ("third", "elsewhere", "elsewhere")):
+        headers = {"X-Session-ID": name, **({"X-Parent-Session-ID": declared} if declared else {})}
+        await gateway.chat(messages=[*messages, said("Hello there"), user(name)], headers=headers)
+        shown = await get(gateway, f"/v1/sessions/{name}")
+        assert shown["parent"] == parent
+        assert shown["tokens"]["spliced"] == len("Hello there")  # they share all the same
