@@ -7,6 +7,7 @@ import orjson
 import pytest
 from gateway_harness import run_gateway
 
+from gateway.turn import TurnError
 from prefix_cache.hashing import unpack_tokens
 
 S = {"X-Session-ID": "s1"}
@@ -277,3 +278,38 @@ async def test_a_parent_is_what_was_declared_and_no_stranger_that_begins_alike(g
         shown = await get(gateway, f"/v1/sessions/{name}")
         assert shown["parent"] == parent
         assert shown["tokens"]["spliced"] == len("Hello there")  # they share all the same
+
+
+class Refusing:
+    """Something that a worker waits for before it starts, and that refuses the request meanwhile."""
+
+    async def wait(self):
+        raise TurnError(400, "unsupported_grammar", "no grammars")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("where", ["on dispatch", "in its queue", "later"])
+async def test_a_turn_that_its_worker_refuses_is_no_turn(gateway, stream, where):
+    refusal = TurnError(400, "unsupported_grammar", "no grammars")
+    refusing = {"on dispatch": {"error": refusal}, "in its queue": {"gate": Refusing()}, "later": {"late_error": refusal}}[
+        where
+    ]
+    script = gateway.dispatcher.script
+    gateway.dispatcher.script = dataclasses.replace(script, **refusing)
+    body = {"model": "tiny", "messages": [user("hi")], "stream": stream}
+
+    async def refused():
+        async with gateway.post("/v1/chat/completions", body, headers=S) as response:
+            assert b"unsupported_grammar" in await response.read()
+            assert response.status == (200 if stream and where == "later" else 400)
+
+    await refused()
+    assert (await get(gateway, "/v1/sessions/s1", status=404))["error"]["code"] == "session_not_found"
+    gateway.dispatcher.script = script
+    await gateway.chat(headers=S)
+    before = await get(gateway, "/v1/sessions/s1")
+    gateway.dispatcher.script = dataclasses.replace(script, **refusing)
+    await refused()
+    after = await get(gateway, "/v1/sessions/s1")
+    assert after["turns"] == before["turns"] == 1
+    assert after["tokens"] == before["tokens"]
