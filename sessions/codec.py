@@ -19,7 +19,7 @@ import xxhash
 from prefix_cache.hashing import DIGEST_BYTES as BLOCK_BYTES
 from prefix_cache.hashing import TOKEN_BYTES, pack_tokens, unpack_tokens
 from sessions.digests import DIGEST_BYTES
-from sessions.ledger import SPAN_BYTES, Generated, Ledger, extend_blocks
+from sessions.ledger import SPAN_BYTES, Ledger, extend_blocks
 from sessions.records import SessionRecord
 
 FORMAT = 1
@@ -86,7 +86,7 @@ def _restored(ledger: Ledger) -> Ledger:
         before = ends
     if before[0] > ledger.num_messages or before[1] * TOKEN_BYTES > len(tokens):
         raise ValueError("the spans of a ledger end behind its end")
-    pending = tuple(Generated(item.meaning, widen(item.token_ids), item.reasoning) for item in ledger.pending)
+    pending = tuple(msgspec.structs.replace(item, token_ids=widen(item.token_ids)) for item in ledger.pending)
     blocks = extend_blocks(b"", tokens, ledger.root, ledger.block_size)
     return msgspec.structs.replace(ledger, tokens=tokens, blocks=blocks, pending=pending)
 

@@ -62,12 +62,14 @@ class Generated(msgspec.Struct, frozen=True, array_like=True):
     """One answer of the model that its client has not sent back yet.
 
     `token_ids`: packed, without the token that ended it. `meaning`: sessions.digests.meaning_digest of the message as it was
-    returned. `reasoning`: whether the ids hold a thinking region, which templates may strip.
+    returned. `reasoning`: whether the ids hold a thinking region, which templates may strip. `cut`: it was ended in the
+    middle, so that the ids may end within a call or a thinking region.
     """
 
     meaning: bytes
     token_ids: bytes
     reasoning: bool = False
+    cut: bool = False
 
 
 class Ledger(msgspec.Struct, frozen=True, kw_only=True):

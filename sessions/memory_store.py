@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import secrets
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -10,6 +11,8 @@ from sessions.records import SessionRecord
 from sessions.store import Page, StoreStats
 
 Key = tuple[str, str]
+
+_MAX_EPOCHS = 10_000
 
 
 class MemoryLedgerStore:
@@ -21,6 +24,8 @@ class MemoryLedgerStore:
             raise ValueError(f"sessions.max_bytes must be at least 1, not {max_bytes}")
         self._max_bytes = max_bytes
         self._records: OrderedDict[Key, SessionRecord] = OrderedDict()
+        # Of keys that were deleted, the latest last; a turn is over long before as many others are.
+        self._epochs: OrderedDict[Key, str] = OrderedDict()
         self._by_name: dict[tuple[str, bytes], str] = {}
         self._bytes = 0
         self._evicted = 0
@@ -32,7 +37,10 @@ class MemoryLedgerStore:
         return record
 
     async def put(self, record: SessionRecord) -> bool:
-        known = self._records.get((record.tenant, record.key))
+        at = (record.tenant, record.key)
+        if self._epochs.get(at, record.epoch) != record.epoch:
+            return False
+        known = self._records.get(at)
         if known is not None and known.version != record.version - 1:
             return False
         self.replace(record)
@@ -42,6 +50,7 @@ class MemoryLedgerStore:
         """Stores a record whatever stands there. One that is larger than the bound is not kept."""
         at = (record.tenant, record.key)
         self._drop(at)
+        self._begin(at, record.epoch)
         size = record.nbytes
         if size > self._max_bytes:
             self._evicted += 1
@@ -55,7 +64,16 @@ class MemoryLedgerStore:
             self._evicted += 1
 
     async def delete(self, tenant: str, key: str) -> bool:
+        # Nothing can be on its way to a session that never was: strangers' guesses are not remembered.
+        return (tenant, key) in self._records and self.bury(tenant, key, new_epoch())
+
+    def bury(self, tenant: str, key: str, epoch: str) -> bool:
+        """Forgets a session whose deletion has a name. False when there was none."""
+        self._begin((tenant, key), epoch)
         return self._drop((tenant, key))
+
+    def epoch(self, tenant: str, key: str) -> str:
+        return self._epochs.get((tenant, key), "")
 
     async def touch(self, tenant: str, key: str) -> None:
         if (tenant, key) in self._records:
@@ -80,6 +98,13 @@ class MemoryLedgerStore:
     async def aclose(self) -> None:
         return None
 
+    def _begin(self, at: Key, epoch: str) -> None:
+        self._epochs.pop(at, None)
+        if epoch:
+            self._epochs[at] = epoch
+            if len(self._epochs) > _MAX_EPOCHS:
+                self._epochs.popitem(last=False)
+
     def _drop(self, at: Key) -> bool:
         record = self._records.pop(at, None)
         if record is None:
@@ -90,3 +115,8 @@ class MemoryLedgerStore:
             if self._by_name.get((record.tenant, name)) == record.key:
                 del self._by_name[record.tenant, name]
         return True
+
+
+def new_epoch() -> str:
+    """A name for a deletion."""
+    return secrets.token_hex(8)

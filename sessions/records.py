@@ -13,6 +13,7 @@ _OVERHEAD = 1500
 
 class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What is kept of a session. `branches`: newest first. `version` goes up by one with every write.
+    `epoch`: names the deletion after which the session began, "" for none known (sessions.store).
 
     `named`: False for a session that is known by its prefix alone. Times are Unix seconds. `shared_blocks`: as many blocks
     from the beginning also belong to sessions that were forked off. `called`: tools that the last turn called, whose end is
@@ -26,6 +27,7 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     key: str
     model: str
     version: int = 1
+    epoch: str = ""
     named: bool = True
     source: str | None = None
     parent: str | None = None

@@ -1,17 +1,18 @@
 """What Redis does in one step. Scripts run one at a time, so what they compare cannot change before they write.
 
 A session is a hash: `v` its version ("x": deleted), `u` when that was written (two gateways that lost each other may both have
-written a version), `d` the record (sessions.codec). Two sorted sets list a tenant's sessions: one by key, for pages, and one
-by the time at which they end, so that those that expired are dropped from both.
+written a version), `d` the record (sessions.codec), `e` its epoch: the name of the last deletion. Two sorted sets list a
+tenant's sessions: one by key, for pages, and one by the time at which they end, so that those that expired leave both.
 """
 
 from __future__ import annotations
 
 PUT = """
 -- KEYS: session, keys of the tenant, ends of the tenant, then names to set, then names to drop
--- ARGV: version, written at, record, ttl in ms, key, mode (next | newer), number of names to set
+-- ARGV: version, written at, record, ttl in ms, key, mode (next | newer), number of names to set, epoch
 local stored = redis.call('HGET', KEYS[1], 'v')
 local version = tonumber(ARGV[1])
+if stored and (redis.call('HGET', KEYS[1], 'e') or '') ~= ARGV[8] then return -1 end
 if stored and stored ~= 'x' then
   local known = tonumber(stored)
   if known then
@@ -21,7 +22,7 @@ if stored and stored ~= 'x' then
     if not same and not fits then return 0 end
   end
 end
-redis.call('HSET', KEYS[1], 'v', ARGV[1], 'u', ARGV[2], 'd', ARGV[3])
+redis.call('HSET', KEYS[1], 'v', ARGV[1], 'u', ARGV[2], 'd', ARGV[3], 'e', ARGV[8])
 redis.call('PEXPIRE', KEYS[1], ARGV[4])
 local time = redis.call('TIME')
 local now = tonumber(time[1])
@@ -42,13 +43,13 @@ for i = 4 + names, #KEYS do
 end
 return 1
 """
-"""1: stored; 0: another version is stored by now."""
+"""1: stored; 0: another version is stored by now; -1: the session was deleted, and may have begun anew."""
 
 DELETE = """
--- KEYS: session, keys of the tenant, ends of the tenant; ARGV: ttl of the tombstone in ms, key
+-- KEYS: session, keys of the tenant, ends of the tenant; ARGV: ttl of the tombstone in ms, key, epoch
 local stored = redis.call('HGET', KEYS[1], 'v')
 redis.call('DEL', KEYS[1])
-redis.call('HSET', KEYS[1], 'v', 'x')
+redis.call('HSET', KEYS[1], 'v', 'x', 'e', ARGV[3])
 redis.call('PEXPIRE', KEYS[1], ARGV[1])
 redis.call('ZREM', KEYS[2], ARGV[2])
 redis.call('ZREM', KEYS[3], ARGV[2])

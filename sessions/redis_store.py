@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sessions.codec import FORMAT, CodecError, decode_record, encode_record
-from sessions.memory_store import MemoryLedgerStore
+from sessions.memory_store import MemoryLedgerStore, new_epoch
 from sessions.records import SessionRecord
 from sessions.redis_link import RedisLink
 from sessions.redis_scripts import DELETE, DROP_CORRUPT, PUT
@@ -63,15 +63,17 @@ class RedisLedgerStore:
         if self._unsaved.get((tenant, key)):
             return None  # deleted here; Redis does not know yet
         name = self._session(tenant, key)
-        head = await self._link.call("version", lambda redis: _many(redis.hmget(name, ["v", "u"])), None)
+        head = await self._link.call("version", lambda redis: _many(redis.hmget(name, ["v", "u", "e"])), None)
         if head is None or head[0] is None:
             # Not reached, never written, expired or flushed: the copy here is as good as ever.
             return mine
-        version, written = head
+        version, written, epoch = head[0], head[1], _text(head[2])
         if version == _TOMBSTONE:
-            await self._local.delete(tenant, key)
+            self._local.bury(tenant, key, epoch)
             return None
         number = _number(version)
+        if mine is not None and mine.epoch != epoch and (tenant, key) not in self._unsaved:
+            mine = None  # deleted elsewhere, and begun anew
         if mine is not None and number is not None and (number, written) == (mine.version, _written(mine)):
             return mine
         if mine is not None and number is not None and number < mine.version:
@@ -102,14 +104,21 @@ class RedisLedgerStore:
             else:
                 await self._local.delete(*at)
             return False
+        if outcome == -1:
+            await self.get(*at)  # which takes over what stands there instead
+            return False
         if outcome is None:
             self._later(at, deleted=False)
         return True
 
+    def epoch(self, tenant: str, key: str) -> str:
+        return self._local.epoch(tenant, key)
+
     async def delete(self, tenant: str, key: str) -> bool:
-        had = await self._local.delete(tenant, key)
+        epoch = new_epoch()
+        had = self._local.bury(tenant, key, epoch)
         self._unsaved.pop((tenant, key), None)
-        found = await self._tombstone(tenant, key, self._link.config.write_budget)
+        found = await self._tombstone(tenant, key, epoch, self._link.config.write_budget)
         if found is None:
             self._later((tenant, key), deleted=True)
         return had or bool(found)
@@ -198,7 +207,8 @@ class RedisLedgerStore:
         await self._link.call("drop", lambda redis: self._drop_script(keys=[name], args=[written], client=redis), 0)
 
     async def _write(self, record: SessionRecord, before: SessionRecord | None, mode: str, budget: float) -> int | None:
-        """1: written, or too large to be; 0: another version stands there; None: Redis did not answer."""
+        """1: written, or too large to be; 0: another version stands there; -1: it was deleted; None: Redis did not
+        answer."""
         data = encode_record(record)
         if len(data) > self._link.config.max_entry_bytes:
             self.events["oversized"] += 1
@@ -216,14 +226,15 @@ class RedisLedgerStore:
             key.encode(),
             mode,
             len(names),
+            record.epoch,
         ]
         return await self._link.call(
             "write", lambda redis: self._put_script(keys=keys, args=args, client=redis), None, budget=budget
         )
 
-    async def _tombstone(self, tenant: str, key: str, budget: float) -> int | None:
+    async def _tombstone(self, tenant: str, key: str, epoch: str, budget: float) -> int | None:
         keys = [self._session(tenant, key), *self._listings(tenant)]
-        args: list[bytes | str | int | float] = [_TOMBSTONE_MS, key.encode()]
+        args: list[bytes | str | int | float] = [_TOMBSTONE_MS, key.encode(), epoch]
         return await self._link.call(
             "delete", lambda redis: self._delete_script(keys=keys, args=args, client=redis), None, budget=budget
         )
@@ -234,14 +245,14 @@ class RedisLedgerStore:
         async def read(redis: Redis) -> list[Any]:
             async with redis.pipeline(transaction=False) as pipe:
                 for key in keys:
-                    pipe.hget(self._session(tenant, key), "v")
+                    pipe.hmget(self._session(tenant, key), ["v", "e"])
                 return await pipe.execute()
 
-        versions = await self._link.call("page", read, None, budget=_PAGE_BUDGET) if keys else []
-        ended = {key for key, version in zip(keys, versions or (), strict=False) if version == _TOMBSTONE}
-        for key in ended:
-            await self._local.delete(tenant, key)
-        return ended
+        heads = await self._link.call("page", read, None, budget=_PAGE_BUDGET) if keys else []
+        ended = {key: _text(head[1]) for key, head in zip(keys, heads or (), strict=False) if head[0] == _TOMBSTONE}
+        for key, epoch in ended.items():
+            self._local.bury(tenant, key, epoch)
+        return set(ended)
 
     async def _remote_page(self, tenant: str, after: str | None, limit: int) -> tuple[list[SessionRecord], bool] | None:
         low = b"-" if after is None else b"(" + after.encode()
@@ -292,7 +303,7 @@ class RedisLedgerStore:
             record = None if deleted else await self._local.get(*at)
             outcome: int | None = 1
             if deleted:
-                outcome = await self._tombstone(*at, _FLUSH_BUDGET)
+                outcome = await self._tombstone(*at, self._local.epoch(*at) or new_epoch(), _FLUSH_BUDGET)
             elif record is not None:
                 outcome = await self._write(record, None, "newer", _FLUSH_BUDGET)
             if outcome is None:
@@ -324,6 +335,10 @@ def _many(answer: Awaitable[Any]) -> Awaitable[list[Any] | None]:
 
 def _written(record: SessionRecord) -> bytes:
     return repr(record.used_at).encode()
+
+
+def _text(value: bytes | None) -> str:
+    return (value or b"").decode("utf-8", "replace")
 
 
 def _number(version: bytes) -> int | None:

@@ -28,17 +28,25 @@ class StoreStats:
 
 class LedgerStore(Protocol):
     """Session records by (tenant, key). Nothing here raises when a backend is slow or gone: a record that cannot be had is
-    None, a write that cannot be made is lost. Records are immutable and may be shared with the caller."""
+    None, a write that cannot be made is lost. Records are immutable and may be shared with the caller.
+
+    A deletion begins a new epoch of its key, and a record of another one is not stored: what began before a deletion cannot
+    undo it. A new record gets the epoch that `epoch` gives when its turn begins.
+    """
 
     async def get(self, tenant: str, key: str) -> SessionRecord | None:
         """The newest record known, None when there is none (any more). Counts as use."""
 
     async def put(self, record: SessionRecord) -> bool:
         """Stores a record that replaces version `record.version - 1`. False when another version is stored by now: read it,
-        add what is new, try again. A record whose predecessor was dropped meanwhile is stored."""
+        add what is new, try again; or when the session was deleted since the record's epoch. A record whose predecessor was
+        dropped for other reasons (bounds, expiry) is stored."""
+
+    def epoch(self, tenant: str, key: str) -> str:
+        """The epoch of a key that has no record, as the last `get` of it found; "" when no deletion is remembered."""
 
     async def delete(self, tenant: str, key: str) -> bool:
-        """Forgets a session. False when there was none."""
+        """Forgets a session, and begins a new epoch of its key. False when there was none."""
 
     async def touch(self, tenant: str, key: str) -> None:
         """It is in use: keep it."""

@@ -36,7 +36,10 @@ class Prepared:
 def prepare(request: GenerateRequest, config: SimulationConfig, namespace: bytes, can_stop_at_text: bool) -> Prepared:
     """Checks a request. Raises RequestRefused with the codes of docs/worker-protocol.md."""
     if request.grammar is not None and not config.accept_grammars:
-        message = "This replica is simulated and follows no grammar; start it with --sim-grammars ignore, or send none."
+        message = (
+            "This replica is simulated and follows no grammar; start it with --sim-grammars ignore (turnkeep serve: "
+            "--engine sim-grammars=ignore), or send none."
+        )
         raise RequestRefused("unsupported_grammar", message, "grammar")
     sampling = request.sampling
     params.validate(sampling, vocab_size=config.vocab_size, max_model_len=config.max_model_len)

@@ -30,7 +30,7 @@ from gateway.pipeline import Pipeline
 from gateway.running import RunningTurn
 from gateway.turn import Prompt, Turn, TurnError, TurnRecord
 from gateway.turns.registry import Joined, TurnRegistry, idempotency_key
-from gateway.turns.shared import Begun, Reader
+from gateway.turns.shared import Begun, Reader, is_refusal
 from gateway.workers.protocol import WorkerInfo
 
 log = logging.getLogger(__name__)
@@ -101,8 +101,9 @@ class TurnEndpoint:
             watched = self._pipeline.watch.began(turn, history)
             try:
                 running = await self._pipeline.run(model, turn, prompts, info, span.trace_headers(), plain=plain)
-            except BaseException:
-                await asyncio.shield(self._pipeline.settle(history, None))
+            except BaseException as error:
+                if not is_refusal(error):
+                    await asyncio.shield(self._pipeline.settle(history, None))
                 raise
             for receipt in running.receipts:
                 span.dispatched(receipt)

@@ -49,9 +49,7 @@ class SessionRoutes:
 
     async def show(self, request: web.Request) -> web.Response:
         """One session with its branches, and where their blocks are."""
-        record = await self._keeper.store.get(self._arrivals.tenant(request), _id(request))
-        if record is None:
-            raise _unknown(request)
+        record = await known_session(self._pipeline, self._arrivals.tenant(request), _id(request))
         body = _summary(record)
         body["branches"] = [self._branch(ledger) for ledger in record.branches]
         return _json(body)
@@ -68,7 +66,7 @@ class SessionRoutes:
         key = bounded_key(name.strip()) if name is not None else "fork-" + secrets.token_hex(8)
         forked = await self._keeper.fork(tenant, _id(request), key)
         if forked is None:
-            raise _unknown(request)
+            raise _unknown(_id(request))
         return _json(_summary(forked), status=201)
 
     async def delete(self, request: web.Request) -> web.Response:
@@ -76,20 +74,13 @@ class SessionRoutes:
         key = _id(request)
         tenant = self._arrivals.tenant(request)
         if not await self._keeper.forget(tenant, key):
-            raise _unknown(request)
+            raise _unknown(key)
         self._pipeline.watch.closed(tenant, key)
         return _json({"id": key, "object": "session", "deleted": True})
 
     @property
     def _keeper(self) -> HistoryKeeper:
-        keeper = self._pipeline.keeper
-        if keeper is None:
-            raise TurnError(
-                404,
-                "ledger_off",
-                "This gateway keeps no sessions; start it without --no-ledger (sessions.ledger) to have them.",
-            )
-        return keeper
+        return _keeper_of(self._pipeline)
 
     def _branch(self, ledger: Ledger) -> dict[str, Any]:
         holders = self._pipeline.residency(JoinedDigests(ledger.blocks))
@@ -104,6 +95,24 @@ class SessionRoutes:
                 worker: {"blocks": blocks, "tokens": blocks * ledger.block_size} for worker, blocks in holders.items()
             },
         }
+
+
+async def known_session(pipeline: Pipeline, tenant: str, key: str) -> SessionRecord:
+    """A session of a tenant. Raises TurnError 404: there is none, or none are kept."""
+    record = await _keeper_of(pipeline).store.get(tenant, key)
+    if record is None:
+        raise _unknown(key)
+    return record
+
+
+def _keeper_of(pipeline: Pipeline) -> HistoryKeeper:
+    if pipeline.keeper is None:
+        raise TurnError(
+            404,
+            "ledger_off",
+            "This gateway keeps no sessions; start it without --no-ledger (sessions.ledger) to have them.",
+        )
+    return pipeline.keeper
 
 
 def _summary(record: SessionRecord) -> dict[str, Any]:
@@ -147,8 +156,8 @@ def _limit(request: web.Request) -> int:
     return int(text)
 
 
-def _unknown(request: web.Request) -> TurnError:
-    return TurnError(404, "session_not_found", f"There is no session '{_id(request)[:128]}' under this API key.", param="id")
+def _unknown(key: str) -> TurnError:
+    return TurnError(404, "session_not_found", f"There is no session '{key[:128]}' under this API key.", param="id")
 
 
 def _json(body: dict[str, Any], status: int = 200) -> web.Response:

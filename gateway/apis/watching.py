@@ -8,6 +8,7 @@ import msgspec
 from aiohttp import web
 
 from gateway.apis.arrivals import Arrivals
+from gateway.apis.sessions import known_session
 from gateway.pipeline import Pipeline
 from gateway.turn import TurnError
 from sessions.explain.misses import advice_from
@@ -21,6 +22,7 @@ class WatchRoutes:
     """Both endpoints. A tenant sees its own tools and sessions only."""
 
     def __init__(self, pipeline: Pipeline, arrivals: Arrivals) -> None:
+        self._pipeline = pipeline
         self._watch = pipeline.watch
         self._arrivals = arrivals
 
@@ -40,8 +42,10 @@ class WatchRoutes:
         return web.json_response({"object": "list", "data": data, "has_more": len(rows) > _MAX_ROWS})
 
     async def misses(self, request: web.Request) -> web.Response:
+        """The last misses of a session, the newest first, and advice. 404 where GET /v1/sessions/{id} says so."""
         tenant = self._arrivals.tenant(request)
         key = bounded_key(request.match_info["id"])
+        await known_session(self._pipeline, tenant, key)
         misses = self._watch.misses.log.misses(tenant, key)
         return web.json_response(
             {

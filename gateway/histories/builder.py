@@ -12,7 +12,7 @@ import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -421,11 +421,19 @@ def _empty(context: bytes, root: bytes, block_size: int) -> Ledger:
     return Ledger(context=context, root=root, block_size=block_size)
 
 
-def pending_from(ledger: Ledger, answers: Sequence[tuple[Mapping[str, Any], Sequence[int]]]) -> tuple[Generated, ...]:
-    """A ledger's pending answers with new ones before them: (message as it was returned, ids without the end token)."""
+class Said(NamedTuple):
+    """An answer: the message as it was returned, the ids without the end token, and whether it was ended in the middle."""
+
+    message: Mapping[str, Any]
+    ids: Sequence[int]
+    cut: bool = False
+
+
+def pending_from(ledger: Ledger, answers: Sequence[Said]) -> tuple[Generated, ...]:
+    """A ledger's pending answers with new ones before them."""
     fresh = []
-    for message, ids in answers[:_MAX_PENDING]:
-        reasoning = reasoning_of(message) is not None
-        fresh.append(Generated(meaning_digest(message), pack_tokens(ids), reasoning))
+    for answer in answers[:_MAX_PENDING]:
+        reasoning = reasoning_of(answer.message) is not None
+        fresh.append(Generated(meaning_digest(answer.message), pack_tokens(answer.ids), reasoning, answer.cut))
     kept = [item for item in ledger.pending if all(item.token_ids != other.token_ids for other in fresh)]
     return tuple([*fresh, *kept][:_MAX_PENDING])

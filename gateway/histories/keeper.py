@@ -21,7 +21,7 @@ import msgspec
 
 from gateway.choices import ChoiceState
 from gateway.config import SessionsConfig
-from gateway.histories.builder import HistoryBuilder, PromptTooLongError, pending_from
+from gateway.histories.builder import HistoryBuilder, PromptTooLongError, Said, pending_from
 from gateway.histories.matching import Match, TurnText
 from gateway.histories.orphans import orphaned_blocks
 from gateway.models import ServedModel
@@ -47,7 +47,7 @@ AUTOMATIC = "auto-"
 class TurnHistory:
     """One turn's part in its session, from `HistoryKeeper.open` to `HistoryKeeper.close`. `record`: as it was found, None for
     a new session. `position`: of the branch that the turn goes on from, None when it is none of the record's. `foreign`: the
-    key of the other session that lent its beginning."""
+    key of the other session that lent its beginning. `epoch`: of its key when it began (sessions.store)."""
 
     tenant: str
     key: str
@@ -58,6 +58,7 @@ class TurnHistory:
     position: int | None = None
     foreign: str | None = None
     named: bool = True
+    epoch: str = ""
     closed: bool = False
 
 
@@ -121,6 +122,7 @@ class HistoryKeeper:
         named = turn.session.key is not None
         key = turn.session.key or await self._recognised(tenant, text)
         record = await self.store.get(tenant, key) if key is not None else None
+        epoch = "" if key is None else record.epoch if record is not None else self.store.epoch(tenant, key)
         with self._stages.spent("ledger"):
             match = None if record is None else builder.match(text, record.branches, root, turn.messages)
         foreign = None
@@ -158,19 +160,21 @@ class HistoryKeeper:
             position=match.position if match is not None and foreign is None else None,
             foreign=foreign,
             named=named,
+            epoch=epoch,
         )
         await self._report(history)
         self._telemetry.continued(history.continuation)
         return history
 
     async def close(self, history: TurnHistory, answered: Answered) -> None:
-        """Writes what the turn was and what was generated. Once a turn; later calls do nothing."""
+        """Writes what the turn was and what was generated, unless its session was deleted meanwhile. Once a turn; later calls
+        do nothing."""
         if history.closed:
             return
         history.closed = True
         made = history.continuation
         now = self._clock()
-        answers = [pair for choice in answered.choices if (pair := _answer(choice)) is not None]
+        answers = [said for choice in answered.choices if (said := _answer(choice)) is not None]
         ledger = msgspec.structs.replace(
             made.ledger,
             pending=pending_from(made.ledger, answers),
@@ -179,6 +183,9 @@ class HistoryKeeper:
         )
         for _ in range(_ATTEMPTS):
             record = await self.store.get(history.tenant, history.key)
+            epoch = record.epoch if record is not None else self.store.epoch(history.tenant, history.key)
+            if epoch not in ("", history.epoch):
+                return
             if await self.store.put(self._updated(history, record, ledger, answered, now)):
                 return
         log.debug("session %s: others wrote it all the time; this turn's ledger is left out", history.key)
@@ -203,7 +210,9 @@ class HistoryKeeper:
             branches=record.branches,
             shared_blocks=blocks,
         )
-        if await self.store.get(tenant, new_key) is not None or not await self.store.put(forked):
+        taken = await self.store.get(tenant, new_key) is not None
+        forked = msgspec.structs.replace(forked, epoch=self.store.epoch(tenant, new_key))
+        if taken or not await self.store.put(forked):
             raise TurnError(
                 409, "session_exists", f"There is a session '{new_key[:128]}' already; choose another id.", param="session_id"
             )
@@ -281,9 +290,10 @@ class HistoryKeeper:
                 key=history.key,
                 model=history.model,
                 version=0,
+                epoch=history.epoch,
                 named=history.named,
                 source=history.session.source if history.named else "prefix",
-                parent=history.session.parent or history.foreign,
+                parent=history.session.parent,
                 correlation=history.session.correlation,
                 created_at=now,
                 shared_blocks=common_blocks(ledger.blocks, shared),
@@ -327,7 +337,7 @@ def _is_prefix(branch: Ledger, ledger: Ledger) -> bool:
     return branch.root == ledger.root and branch.context == ledger.context and ledger.messages.startswith(branch.messages)
 
 
-def _answer(choice: ChoiceState) -> tuple[dict[str, Any], Sequence[int]] | None:
+def _answer(choice: ChoiceState) -> Said | None:
     """A choice as the message that its client got, and the ids without what ended it. None where they are not the same: the
     text of a stop string, and what follows it, was generated and not returned."""
     if choice.finish_reason is None or isinstance(choice.stop_reason, str):
@@ -342,4 +352,5 @@ def _answer(choice: ChoiceState) -> tuple[dict[str, Any], Sequence[int]] | None:
         message["tool_calls"] = [
             {"function": {"name": call.name, "arguments": arguments_object("".join(call.arguments))}} for call in choice.calls
         ]
-    return message, ids
+    cut = choice.finish_reason == "length" or not all(call.complete for call in choice.calls)
+    return Said(message, ids, cut)

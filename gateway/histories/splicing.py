@@ -47,6 +47,8 @@ def find_returned(
     generated = next((item for item in pending if item.meaning == meaning), None)
     if generated is None:
         return "answer_edited"
+    if generated.cut and not _is_plain(message, generated, tokenizer):
+        return "answer_cut"
     if not generated.reasoning:
         return Returned(generated, message, "")
     thought, _ = split_reasoning(generated_text(generated, tokenizer))
@@ -59,6 +61,15 @@ def find_returned(
     if kept.strip() != inner_text(thought):
         return "answer_edited"
     return Returned(generated, message, inner_text(thought))
+
+
+def _is_plain(message: Mapping[str, Any], generated: Generated, tokenizer: TextTokenizer) -> bool:
+    """Whether an answer that was ended in the middle is words to its end. Ids that end within a call or a thinking region would
+    leave it open in the prompt, while the template closes what it writes."""
+    if message.get("tool_calls"):
+        return False
+    words = split_reasoning(generated_text(generated, tokenizer))[1]
+    return words.strip() == split_reasoning(message.get("content") or "")[1].strip()
 
 
 def generated_text(generated: Generated, tokenizer: TextTokenizer) -> str:

@@ -37,7 +37,8 @@ class Begun:
 
 Start = Callable[[], Coroutine[Any, Any, Begun]]
 Settle = Callable[[Begun, bool], Coroutine[Any, Any, None]]
-"""Writes a turn into its session, complete or not. Once, and before any reader hears of the end: the next may follow."""
+"""Writes a turn into its session, complete or not. Once, and before any reader hears of the end: the next may follow. Not
+called for a turn that its worker refused."""
 
 
 class EventBudget:
@@ -203,7 +204,14 @@ class SharedTurn:
             self._closing = asyncio.ensure_future(self._close())
         await asyncio.shield(self._closing)
 
+    @property
+    def _refused(self) -> bool:
+        """Its worker would not take it: nothing of it was computed, and it is no turn of its session."""
+        queued = self._queued.exception() if self._queued.done() and not self._queued.cancelled() else None
+        return is_refusal(self._error) or is_refusal(queued)
+
     async def _close(self) -> None:
+        refused = self._refused
         tasks: list[asyncio.Future[Any]] = [self._starting, self._queued]
         if self._pulling is not None:
             tasks.append(self._pulling)
@@ -214,7 +222,8 @@ class SharedTurn:
             await self._source.aclose()
         if not self._starting.cancelled() and self._starting.exception() is None:
             await self._starting.result().running.aclose()
-            await self._settle_once(complete=False)
+            if not refused:
+                await self._settle_once(complete=False)
 
     async def _settle_once(self, *, complete: bool) -> None:
         settle, self._settle = self._settle, None
@@ -252,6 +261,11 @@ class Reader:
         if not self._left:
             self._left = True
             await self.shared.left(self)
+
+
+def is_refusal(error: BaseException | None) -> bool:
+    """Whether a turn ended because its request was wrong."""
+    return isinstance(error, TurnError) and 400 <= error.status < 500
 
 
 def _size(event: TurnEvent) -> int:

@@ -33,8 +33,8 @@ def a_ledger(texts: list[str], *, generated: tuple[int, ...] = (), block_size: i
     )
 
 
-def a_record(key: str, *ledgers: Ledger, tenant: str = "t", version: int = 1) -> SessionRecord:
-    return SessionRecord(tenant=tenant, key=key, model="m", branches=ledgers, version=version)
+def a_record(key: str, *ledgers: Ledger, tenant: str = "t", version: int = 1, epoch: str = "") -> SessionRecord:
+    return SessionRecord(tenant=tenant, key=key, model="m", branches=ledgers, version=version, epoch=epoch)
 
 
 def a_large_ledger(num_tokens: int, num_messages: int) -> Ledger:

@@ -29,7 +29,7 @@ def ledgers(draw):
     ends = [sorted(draw(st.lists(st.integers(0, top), min_size=count, max_size=count))) for top in (6, len(tokens) // 4, 10**9)]
     spans = [Span(*end, draw(st.integers(0, 2**64 - 1)), draw(digest | st.just(NO_MEANING))) for end in zip(*ends, strict=True)]
     root, block_size = draw(digest), draw(st.integers(1, 16))
-    pending = draw(st.lists(st.builds(Generated, digest, ids.map(pack_tokens), st.booleans()), max_size=2))
+    pending = draw(st.lists(st.builds(Generated, digest, ids.map(pack_tokens), st.booleans(), st.booleans()), max_size=2))
     return Ledger(
         context=draw(digest),
         root=root,

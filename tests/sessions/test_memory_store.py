@@ -18,7 +18,34 @@ async def test_a_write_needs_the_version_before_it() -> None:
     assert (await store.get("t", "s")).version == 2  # type: ignore[union-attr]
     assert await store.delete("t", "s")
     assert not await store.delete("t", "s")
-    # Dropped meanwhile: the later one is taken as it is.
+
+
+async def test_what_began_before_a_deletion_does_not_undo_it() -> None:
+    store = MemoryLedgerStore(10**6)
+    assert store.epoch("t", "s") == ""
+    await store.put(a_record("s"))
+    assert await store.delete("t", "s")
+    epoch = store.epoch("t", "s")
+    assert epoch
+    assert not await store.put(a_record("s", version=2))
+    assert not await store.put(a_record("s"))
+    assert await store.get("t", "s") is None
+    # The name may be used again, by what knows of the deletion.
+    assert await store.put(a_record("s", epoch=epoch))
+    assert not await store.put(a_record("s", version=2))
+    assert await store.put(a_record("s", version=2, epoch=epoch))
+    assert await store.delete("t", "s")
+    assert store.epoch("t", "s") not in ("", epoch)
+    # Of what never was nothing is remembered.
+    assert not await store.delete("t", "other")
+    assert store.epoch("t", "other") == ""
+
+
+async def test_what_was_dropped_for_the_bound_is_taken_as_it_is() -> None:
+    store = MemoryLedgerStore(a_record("s").nbytes)
+    await store.put(a_record("s"))
+    await store.put(a_record("u"))
+    assert await store.get("t", "s") is None
     assert await store.put(a_record("s", version=7))
 
 

@@ -130,8 +130,29 @@ async def test_a_deleted_session_is_gone_everywhere(gateways):
     assert await two.get("t", "s") is None
     assert not await two.delete("t", "s")
     assert not await one.delete("t", "never was")
-    assert await two.put(a_record("s", version=1))  # the name may be used again
+    # Turns that began before the deletion do not undo it, wherever they ran and whatever is kept there.
+    for store in (one, two, gateways()):
+        assert not await store.put(a_record("s", version=6))
+        assert not await store.put(a_record("s", version=1))
+        assert await store.get("t", "s") is None
+    epoch = two.epoch("t", "s")
+    assert epoch == one.epoch("t", "s") != ""
+    assert await two.put(a_record("s", version=1, epoch=epoch))  # the name may be used again
     assert (await one.get("t", "s")).version == 1
+    assert not await gateways().put(a_record("s", version=2))
+
+
+async def test_a_copy_of_what_was_deleted_is_not_taken_for_the_newer_one(gateways):
+    one, two = gateways(), gateways()
+    await one.put(a_record("s", version=5))
+    await two.get("t", "s")
+    await two.delete("t", "s")
+    anew = a_record("s", version=1, epoch=two.epoch("t", "s"))
+    assert await two.put(anew)
+    # One has not heard of the deletion, and has a higher version.
+    assert await one.get("t", "s") == anew
+    assert await one.put(at(anew, version=2))
+    assert (await two.get("t", "s")).version == 2
 
 
 async def test_a_conversation_without_a_session_is_recognised_by_its_prefix(gateways):

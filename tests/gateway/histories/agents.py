@@ -2,7 +2,7 @@
 
 import msgspec
 
-from gateway.histories.builder import HistoryBuilder, pending_from
+from gateway.histories.builder import HistoryBuilder, Said, pending_from
 from gateway.turn import SessionRef, Turn
 from grammar.tools import Tool
 from prefix_cache.hashing import block_digests, unpack_tokens
@@ -66,9 +66,10 @@ class Agent:
         self.branches = [made.ledger, *self.branches][:4]
         return made
 
-    def answer(self, message, ids):
-        """What the model generated for the last turn: `ids`, returned to the client as `message`."""
-        self.branches[0] = msgspec.structs.replace(self.branches[0], pending=pending_from(self.branches[0], [(message, ids)]))
+    def answer(self, message, ids, *, cut=False):
+        """What the model generated for the last turn: `ids`, returned to the client as `message`; `cut` by max_tokens."""
+        pending = pending_from(self.branches[0], [Said(message, ids, cut)])
+        self.branches[0] = msgspec.structs.replace(self.branches[0], pending=pending)
 
     def reference(self, *messages, tools=(), **kwargs):
         """The ids that rendering and tokenising everything gives."""

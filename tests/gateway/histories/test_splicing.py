@@ -217,9 +217,44 @@ def test_a_template_without_a_cut_is_rendered_whole_and_right(family_model):
 def test_a_generation_that_was_cut_by_length_is_kept_whole(agent):
     first = agent.send(user("hi"))
     ids = agent.odd_ids("I was about to s")
-    agent.answer(said("I was about to s"), ids)
+    agent.answer(said("I was about to s"), ids, cut=True)
     second = agent.send(user("hi"), said("I was about to s"), user("go on"))
     assert prompt_ids(second)[: first.ledger.num_tokens + len(ids)] == [*prompt_ids(first), *ids]
+
+
+CUT_CALL = '<tool_call>\n{"name": "search", "arguments": {"q'
+WHOLE_CALL = '<tool_call>\n{"name": "search", "arguments": {"q": "cats"}}\n</'
+
+
+@pytest.mark.parametrize(
+    ("generated", "back"),
+    [
+        (CUT_CALL, called(("search", {}))),
+        (WHOLE_CALL, called(("search", {"q": "cats"}))),
+        ('I look.\n<tool_call>\n{"na', said("I look.")),
+    ],
+    ids=["in the arguments", "in the end tag", "in the name"],
+)
+def test_a_call_that_was_cut_by_length_is_written_by_the_template(agent, generated, back):
+    agent.send(user("find cats"), tools=TOOLS)
+    agent.answer(back, agent.odd_ids(generated), cut=True)
+    messages = (user("find cats"), back, result("none") if "tool_calls" in back else user("go on"))
+    second = agent.send(*messages, tools=TOOLS)
+    assert prompt_ids(second) == agent.reference(*messages, tools=TOOLS)
+    assert second.fallbacks == ("answer_cut",)
+    assert second.spliced_tokens == 0
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["sent back", "dropped"])
+def test_reasoning_that_was_cut_by_length_is_not_left_open(family_model, kept):
+    agent = Agent(family_model("qwen3"), check_every=0)
+    agent.send(user("find cats"), tools=TOOLS)
+    thought = {"reasoning_content": "hm, let me"}
+    agent.answer(said("", **thought), agent.odd_ids("<think>\nhm, let me"), cut=True)
+    messages = (user("find cats"), said("", **(thought if kept else {})), user("go on"))
+    second = agent.send(*messages, tools=TOOLS)
+    assert prompt_ids(second) == agent.reference(*messages, tools=TOOLS)
+    assert "answer_cut" in second.fallbacks
 
 
 def test_text_that_looks_like_a_special_token_does_not_move_the_cut(agent):

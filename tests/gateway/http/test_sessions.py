@@ -1,11 +1,13 @@
 """Sessions over HTTP: the next turn has the generated ids, whoever sends it sees only their own, and histories branch."""
 
 import asyncio
+import dataclasses
 
 import orjson
 import pytest
 from gateway_harness import run_gateway
 
+from gateway.turn import TurnError
 from prefix_cache.hashing import unpack_tokens
 
 S = {"X-Session-ID": "s1"}
@@ -225,3 +227,89 @@ async def test_sessions_are_bounded_by_bytes(tiny_model):
         kept = {session["id"] for session in (await get(gateway, "/v1/sessions"))["data"]}
         assert "s39" in kept
         assert "s0" not in kept
+
+
+async def test_a_call_that_max_tokens_cut_is_not_spliced(gateway):
+    gateway.dispatcher.script.text = generated = '<tool_call>\n{"name": "f", "arguments": {"q": "cats"}}\n</tool_call>'
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    for number, cut in enumerate((generated.index("cats"), generated.index("tool_call>", 20))):
+        headers = {"X-Session-ID": f"cut-{number}"}
+        answer = await gateway.chat(headers=headers, tools=[tool], max_tokens=cut)
+        assert answer["choices"][0]["finish_reason"] == "length"
+        back = answer["choices"][0]["message"]
+        assert back["tool_calls"][0]["function"]["name"] == "f"
+        result = {"role": "tool", "tool_call_id": back["tool_calls"][0]["id"], "content": "none"}
+        await gateway.chat(messages=[user("hi"), back, result], headers=headers, tools=[tool])
+        assert generated[:cut] + "<|im_end|>" not in gateway.dispatcher.prompt_text()
+        assert metric(gateway, 'turnkeep_gateway_history_fallbacks_total{reason="answer_cut"}') == number + 1
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["a later turn", "the first turns"])
+async def test_a_session_deleted_during_a_turn_stays_deleted(gateway, known):
+    gateway.dispatcher.script.text = "Hello there "
+    if known:
+        await gateway.chat(headers=S)
+    gate = asyncio.Event()
+    gateway.dispatcher.script = dataclasses.replace(gateway.dispatcher.script, gate=gate)
+    turn = asyncio.create_task(gateway.events("/v1/chat/completions", {"model": "tiny", "messages": [user("a")]}, headers=S))
+    await gateway.dispatcher.wait_for(2 if known else 1)
+    gateway.dispatcher.script = dataclasses.replace(gateway.dispatcher.script, gate=None)
+    if not known:
+        await gateway.chat(headers=S)
+    assert (await get(gateway, "/v1/sessions/s1", method="DELETE"))["deleted"] is True
+    gate.set()
+    await turn
+    await get(gateway, "/v1/sessions/s1", status=404)
+    assert (await get(gateway, "/v1/sessions"))["data"] == []
+    # The name may be used again, and forked onto.
+    await gateway.chat(headers=S)
+    assert (await get(gateway, "/v1/sessions/s1"))["turns"] == 1
+    assert (await get(gateway, "/v1/sessions/s1/fork", method="POST", json={"session_id": "s2"}, status=201))["id"] == "s2"
+    await get(gateway, "/v1/sessions/s2", method="DELETE")
+    assert (await get(gateway, "/v1/sessions/s1/fork", method="POST", json={"session_id": "s2"}, status=201))["id"] == "s2"
+
+
+async def test_a_parent_is_what_was_declared_and_no_stranger_that_begins_alike(gateway):
+    messages = [{"role": "system", "content": "You are an agent. " * 5}, user("go")]
+    await gateway.chat(messages=messages, headers={"X-Session-ID": "first"})
+    for name, declared, parent in (("second", None, None), ("self", "self", None), ("third", "elsewhere", "elsewhere")):
+        headers = {"X-Session-ID": name, **({"X-Parent-Session-ID": declared} if declared else {})}
+        await gateway.chat(messages=[*messages, said("Hello there"), user(name)], headers=headers)
+        shown = await get(gateway, f"/v1/sessions/{name}")
+        assert shown["parent"] == parent
+        assert shown["tokens"]["spliced"] == len("Hello there")  # they share all the same
+
+
+class Refusing:
+    """Something that a worker waits for before it starts, and that refuses the request meanwhile."""
+
+    async def wait(self):
+        raise TurnError(400, "unsupported_grammar", "no grammars")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("where", ["on dispatch", "in its queue", "later"])
+async def test_a_turn_that_its_worker_refuses_is_no_turn(gateway, stream, where):
+    refusal = TurnError(400, "unsupported_grammar", "no grammars")
+    refusing = {"on dispatch": {"error": refusal}, "in its queue": {"gate": Refusing()}, "later": {"late_error": refusal}}[
+        where
+    ]
+    script = gateway.dispatcher.script
+    gateway.dispatcher.script = dataclasses.replace(script, **refusing)
+    body = {"model": "tiny", "messages": [user("hi")], "stream": stream}
+
+    async def refused():
+        async with gateway.post("/v1/chat/completions", body, headers=S) as response:
+            assert b"unsupported_grammar" in await response.read()
+            assert response.status == (200 if stream and where == "later" else 400)
+
+    await refused()
+    assert (await get(gateway, "/v1/sessions/s1", status=404))["error"]["code"] == "session_not_found"
+    gateway.dispatcher.script = script
+    await gateway.chat(headers=S)
+    before = await get(gateway, "/v1/sessions/s1")
+    gateway.dispatcher.script = dataclasses.replace(script, **refusing)
+    await refused()
+    after = await get(gateway, "/v1/sessions/s1")
+    assert after["turns"] == before["turns"] == 1
+    assert after["tokens"] == before["tokens"]

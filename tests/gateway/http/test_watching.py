@@ -40,11 +40,12 @@ class Agent:
         self.messages.append({key: message[key] for key in ("role", "content", "tool_calls") if message.get(key) is not None})
         return self.answered.get("X-Turnkeep-Miss")
 
-    async def misses(self, session="s1"):
+    async def misses(self, session="s1", status=200):
         url = f"{self.gateway.url}/v1/sessions/{session}/misses"
         async with self.gateway.http.get(url, headers=self.headers) as response:
-            assert response.status == 200
-            return await response.json()
+            body = await response.json()
+            assert response.status == status, body
+            return body
 
 
 @pytest.fixture(autouse=True)
@@ -166,6 +167,14 @@ async def test_nothing_is_explained_where_that_is_off(tiny_model):
         assert gateway.pipeline.watch.misses.log.nbytes == 0
 
 
+async def test_misses_of_a_session_that_is_not_there(gateway, tiny_model):
+    assert (await Agent(gateway).misses("never/was", status=404))["error"]["code"] == "session_not_found"
+    async with run_gateway(tiny_model, ledger=False) as without:
+        agent = Agent(without)
+        await agent.say("one")
+        assert (await agent.misses(status=404))["error"]["code"] == "ledger_off"
+
+
 async def test_where_the_text_is_not_known_any_more_the_place_still_is(tiny_model):
     async with run_gateway(tiny_model, misses=MissesConfig(max_bytes=1)) as gateway:
         agent = Agent(gateway)
@@ -195,7 +204,7 @@ async def test_another_tenant_sees_no_misses_and_no_gaps(gateway):
     await agent.say("two", cached=0)
     assert len((await agent.misses())["data"]) == 1
     agent.headers["Authorization"] = "Bearer B"
-    assert (await agent.misses())["data"] == []
+    assert (await agent.misses(status=404))["error"]["code"] == "session_not_found"
     for key, count in (("A", 1), ("B", 0)):
         async with gateway.http.get(gateway.url + "/v1/tools/gaps", headers={"Authorization": f"Bearer {key}"}) as response:
             assert len((await response.json())["data"]) == count
@@ -261,7 +270,7 @@ async def test_the_last_turn_of_a_session_closes_it(gateway):
     agent.headers["Session-Final"] = "true"
     await agent.say("bye")
     assert await gateway.pipeline.keeper.store.get("", "s1") is None
-    assert (await agent.misses())["data"] == []
+    assert (await agent.misses(status=404))["error"]["code"] == "session_not_found"
     assert gateway.dispatcher.retained[-1][1].state == "closed"
     del agent.headers["Session-Final"]
     assert await agent.say("back?", cached=0) is None  # a new session of the old name
