@@ -24,6 +24,11 @@ _PROBE_SECONDS = 1.0
 _POOL = 32
 
 
+def is_wrong_type(error: object) -> bool:
+    """Whether an answer says that one key is of another type: nothing that other keys need suffer for."""
+    return isinstance(error, Exception) and "WRONGTYPE" in str(error)
+
+
 @dataclass(frozen=True, slots=True)
 class RedisConfig:
     """`url`: redis://, rediss:// or unix://. `budget`, `write_budget`: seconds a turn waits for an answer before it goes on
@@ -110,8 +115,17 @@ class RedisLink:
         """`callback` is called on the loop whenever the server is there again after it was gone."""
         self._back.append(callback)
 
-    async def call(self, operation: str, run: Callable[[Redis], Awaitable[T]], missing: T, *, budget: float | None = None) -> T:
-        """What `run` gives, or `missing` when the server is slow or gone. Never raises for what the server does."""
+    async def call(
+        self,
+        operation: str,
+        run: Callable[[Redis], Awaitable[T]],
+        missing: T,
+        *,
+        budget: float | None = None,
+        wrong_type: Callable[[], Awaitable[None]] | None = None,
+    ) -> T:
+        """What `run` gives, or `missing` when the server is slow or gone. Never raises for what the server does. `wrong_type` is
+        awaited first when the key is of a type that `run` has no use for: that says nothing about the server."""
         if not self._up:
             self.calls[operation, "skipped"] += 1
             return missing
@@ -126,6 +140,8 @@ class RedisLink:
             return missing
         except self._errors as error:
             self._failed(operation, error)
+            if wrong_type is not None and is_wrong_type(error):
+                await wrong_type()
             return missing
         self._timeouts = 0
         self.calls[operation, "ok"] += 1
@@ -139,7 +155,10 @@ class RedisLink:
         if isinstance(error, Lost | Slow | OSError):
             self._gone(str(error) or type(error).__name__)
             return
-        # It answers, and says no: out of memory, read-only, a key of another type. That is not cured by waiting.
+        if is_wrong_type(error):
+            self._timeouts = 0
+            return
+        # It answers, and says no: out of memory, read-only. That is not cured by waiting.
         self._timeouts += 1
         if self._timeouts >= self.config.max_timeouts:
             self._gone(f"it refuses: {error}")

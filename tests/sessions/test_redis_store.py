@@ -204,16 +204,48 @@ async def test_entries_that_are_no_sessions_are_dropped_with_one_line(gateways, 
             client.hset(name, "d", b"")
     for key in ("a", "b"):
         assert await two.get("t", key) is None
-        if damage != "no hash":
-            assert await two.put(a_record(key, a_ledger(["y"]), version=1))
-            assert (await gateways().get("t", key)).version == 1
-    if damage == "no hash":
-        assert two.link.calls["version", "error"] == 2
-    else:
-        assert two.events["corrupt"] == 2
-        [line] = warnings(caplog)
-        assert "a session in Redis is ignored and dropped" in line
+        assert await two.put(a_record(key, a_ledger(["y"]), version=1))
+        assert (await gateways().get("t", key)).version == 1
+    assert two.events["corrupt"] == 2
+    [line] = warnings(caplog)
+    assert "a session in Redis is ignored and dropped" in line
     assert (await one.get("t", "a")) is not None  # whose copy is its own
+
+
+async def test_a_key_of_another_type_is_no_failure_of_the_server(gateways, client, caplog):
+    """However often it is met, and by whatever command."""
+    one = gateways(max_timeouts=2)
+    name, listing, ends = "turnkeep:1:s:t:a", "turnkeep:1:k:t", "turnkeep:1:e:t"
+
+    def spoil(*keys):
+        for key in keys:
+            client.delete(key)
+            client.set(key, "text")
+
+    for version in range(1, 6):
+        spoil(name, listing, ends)
+        if version % 2:
+            assert (await one.get("t", "a") is None) == (version == 1)
+            assert client.type(name) == b"none"
+        assert await one.put(a_record("a", a_ledger(["x"] * version), version=version))
+        assert (client.type(name), client.type(listing), client.type(ends)) == (b"hash", b"zset", b"zset")
+        assert (await gateways().get("t", "a")).version == version
+    assert one.events["corrupt"] == 3
+    # A page shows the others, and what is of another type goes.
+    await one.put(a_record("b"))
+    two = gateways()
+    spoil(name)
+    assert [record.key for record in (await two.page("t", after=None, limit=9)).records] == ["b"]
+    assert client.type(name) == b"none"
+    assert two.events["corrupt"] == 1
+    spoil(listing)
+    await two.page("t", after=None, limit=9)
+    assert client.type(listing) == b"none"
+    spoil(name, listing, ends)
+    await one.delete("t", "a")
+    assert client.hgetall(name) == {b"v": b"x"}
+    assert one.link.up and two.link.up and not one.unsaved and not one.events["unsaved"]
+    assert not [line for line in warnings(caplog) if "cannot be used" in line]
 
 
 async def test_a_record_that_is_too_large_stays_here(gateways, client):
