@@ -37,13 +37,14 @@ _UNKNOWN_TEXT: Mapping[str, Cause] = {
 
 @dataclass(slots=True)
 class WatchedMiss:
-    """A turn's miss, as far as it is known. `expected`: tokens that its replica should find in its cache where the prompt is
-    its predecessor's."""
+    """A turn's miss, as far as it is known. `prompt_tokens`: of the turn; `expected`: tokens that its replica should find in
+    its cache where the prompt is its predecessor's."""
 
     tenant: str
     session: str
     request_id: str
     model: str
+    prompt_tokens: int = 0
     expected: int = 0
     block_size: int = 1
     predecessor: Ledger | None = None
@@ -76,17 +77,19 @@ class MissExplainer:
     def began(self, turn: Turn, history: TurnHistory) -> WatchedMiss:
         """A turn's prompt is made."""
         made = history.continuation
-        watched = WatchedMiss(history.tenant, history.key, turn.request_id, history.model)
+        watched = WatchedMiss(history.tenant, history.key, turn.request_id, history.model, made.ledger.num_tokens)
+        watched.block_size = made.ledger.block_size
         if not self.config.explain:
             return watched
         conversation = _conversation(turn)
         own = history.foreign is None and history.record is not None
         divergence = _divergence(history) if own else None
-        if divergence is not None and divergence.lost_tokens >= made.ledger.block_size:
-            watched.miss = self._diverged(turn, history, conversation, divergence)
+        # What the predecessor had and this turn has not is no loss: nobody computes it again.
+        lost = min(divergence.lost_tokens, made.ledger.num_tokens - divergence.tokens) if divergence is not None else 0
+        if divergence is not None and lost >= made.ledger.block_size:
+            watched.miss = self._diverged(turn, history, conversation, divergence, lost)
         elif own and made.predecessor is not None and _was_answered(history):
             watched.predecessor = made.predecessor
-            watched.block_size = made.ledger.block_size
             watched.expected = _expected(made.predecessor, made.reused_tokens, made.ledger)
         kept = made.matched_messages if own and divergence is None and history.position == 0 else 0
         self.log.remember(history.tenant, history.key, conversation, kept)
@@ -94,6 +97,8 @@ class MissExplainer:
 
     def started(self, watched: WatchedMiss, cached_tokens: int, worker: str) -> Miss | None:
         """The replica says what it found in its cache. Returns the miss, if it is one."""
+        if watched.miss is not None and not watched.settled:
+            watched.miss = self._found_elsewhere(watched, watched.miss, cached_tokens)
         if watched.miss is None and watched.predecessor is not None:
             lost = watched.expected - cached_tokens
             # The last token of an answer may have been chosen and not computed, which can cost its block.
@@ -128,7 +133,20 @@ class MissExplainer:
             rate.seconds = rate.seconds * _RATE_KEEPS + prefill_seconds
             rate.tokens = rate.tokens * _RATE_KEEPS + computed
 
-    def _diverged(self, turn: Turn, history: TurnHistory, conversation: Conversation, divergence: Divergence) -> Miss:
+    def _found_elsewhere(self, watched: WatchedMiss, miss: Miss, cached_tokens: int) -> Miss | None:
+        """A miss without what the replica still had of an earlier branch, or of another session; None when that is all."""
+        # The last token of a prompt is always computed, and costs its block.
+        reachable = (watched.prompt_tokens - 1) // watched.block_size * watched.block_size
+        if reachable - cached_tokens < watched.block_size:
+            return None
+        lost = min(miss.lost_tokens, watched.prompt_tokens - cached_tokens)
+        if lost == miss.lost_tokens:
+            return miss
+        return msgspec.structs.replace(miss, lost_tokens=lost, lost_seconds=self._seconds(watched.model, lost))
+
+    def _diverged(
+        self, turn: Turn, history: TurnHistory, conversation: Conversation, divergence: Divergence, lost: int
+    ) -> Miss:
         # The text that is known is that of the session's last turn here, which is its newest branch unless another gateway
         # has served it since.
         before = self.log.previous(history.tenant, history.key) if history.position in (0, None) else None
@@ -152,8 +170,8 @@ class MissExplainer:
             field_bytes=difference.offset,
             text_bytes=self._text_bytes(history.model, ids, divergence.tokens),
             tokens=divergence.tokens,
-            lost_tokens=divergence.lost_tokens,
-            lost_seconds=self._seconds(history.model, divergence.lost_tokens),
+            lost_tokens=lost,
+            lost_seconds=self._seconds(history.model, lost),
             before=difference.old,
             after=difference.new,
             previous_worker=old.worker if old is not None else "",

@@ -35,8 +35,9 @@ class Miss(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `at`: Unix seconds. `path`, `message`, `field_bytes`, `before`, `after`: as of sessions.explain.causes.Difference ("" and
     None where the text is not known, or the prompt is the same). `text_bytes` and `tokens`: where in the prompt the shared
-    prefix ends. `lost_tokens`: of the predecessor, computed again. `lost_seconds`: what that took, estimated; None where
-    nothing was measured yet.
+    prefix ends. `lost_tokens`: of this prompt, computed again though the predecessor had as many: never more than the prompt
+    has behind the shared prefix, nor than was not cached. `lost_seconds`: what that took, estimated; None where nothing was
+    measured yet.
     """
 
     request_id: str

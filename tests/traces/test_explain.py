@@ -79,14 +79,25 @@ def test_a_clock_in_the_system_prompt(model):
     [
         ("history_edited", {"keep": 0, "messages": [user("How many nuts are there, in all of the aisles? " * 6)]}),
         ("tools_added", {"messages": [user("more?")], "tools": ({"type": "function", "function": {"name": "count"}},)}),
-        ("compacted", {"keep": 0, "messages": [user("Bolts: 1,204.")]}),
-        ("truncated", {"keep": 1, "messages": []}),
+        (
+            "compacted",
+            {"keep": 0, "messages": [user("Bolts: 1,204, and nuts: 96, of which the most are of size M4, in aisle 3.")]},
+        ),
     ],
 )
 def test_other_causes(model, cause, second):
     first = line(0, [user("How many bolts are there? " * 10), {"role": "assistant", "content": "Many."}, user("Sure?")])
     turns = explained(model, first, line(1, **second))
     assert turns[1].miss.cause == cause
+
+
+def test_what_nobody_computes_again_is_not_lost(model):
+    first = line(0, [user("How many bolts are there? " * 10), {"role": "assistant", "content": "Many."}, user("Sure? " * 30)])
+    turns = explained(model, first, line(1, [], keep=1), line(2, [user("Nuts, then? " * 20)], keep=0, answer="Few. " * 200))
+    assert turns[1].miss is None
+    assert turns[1].prompt_tokens - turns[1].shared_tokens < 16
+    assert turns[2].miss.cause == "history_edited"
+    assert 16 <= turns[2].miss.lost_tokens <= turns[2].prompt_tokens - turns[2].shared_tokens
 
 
 def test_reasoning_that_was_dropped_and_arguments_written_otherwise(model):
@@ -118,7 +129,7 @@ def test_what_the_server_says_it_computed_again(model):
         return Usage(prompt_tokens=prompt, completion_tokens=9, cached_tokens=cached)
 
     turns = explained(model, line(0, [user("How many?")], usage=used(500, 0)), line(1, [user("Sure?")], usage=used(530, 96)))
-    assert (turns[1].miss.cause, turns[1].miss.lost_tokens) == ("evicted", 496 - 96)
+    assert (turns[1].miss.cause, turns[1].miss.lost_tokens, turns[1].prompt_tokens) == ("evicted", 496 - 96, 530)
 
 
 def test_a_turn_that_cannot_be_rendered_is_named_and_the_rest_goes_on(model):

@@ -107,7 +107,6 @@ async def test_a_time_at_the_top_of_the_prompt(gateway):
         ("history_edited", "messages[1].content", lambda m: m[1].update(content="something else entirely, and long")),
         ("counter", "messages[1].content", lambda m: m[1].update(content="take 2: how many bolts are left over?")),
         ("system_changed", "messages[0].content", lambda m: m[0].update(content="You are somebody else now. " * 3)),
-        ("truncated", "messages[2]", lambda m: m.__delitem__(slice(2, None))),
     ],
 )
 async def test_histories_that_change(gateway, cause, path, change):
@@ -115,12 +114,33 @@ async def test_histories_that_change(gateway, cause, path, change):
     await agent.say("take 1: how many bolts are left over?")
     await agent.say("and nuts, of which there should be many more?")
     change(agent.messages)
-    if cause != "truncated":
-        header = await agent.say("well?")
-    else:
-        last = agent.messages.pop()
-        header = await agent.say(last["content"])
+    header = await agent.say("well?")
     assert header.split("; ")[:2] == [cause, f"path={path}"]
+
+
+async def test_what_nobody_computes_again_is_not_lost(gateway):
+    """The end of a conversation that is dropped, and a branch that the worker still has."""
+    agent = Agent(gateway)
+    await agent.say("one")
+    await agent.say("two, at some length, so that there is something to lose here")
+    whole = list(agent.messages)
+    del agent.messages[2:]  # [system, one], as it was sent first
+    agent.messages.pop()
+    assert await agent.say("one") is None
+    assert metric(gateway, "missed_tokens_total", cause="truncated") == 0
+    del agent.messages[1:]
+    assert (await agent.say("one", cached=16)).startswith("evicted; tokens=")  # shorter, and not there any more
+    agent.messages[:] = whole
+    agent.messages[1] = {"role": "user", "content": "another one, which the worker has not seen yet"}
+    header = await agent.say("three")
+    prompt = gateway.dispatcher.prompt_tokens()
+    lost = int(header.split("; ")[2].removeprefix("tokens="))
+    assert 0 < lost <= prompt - gateway.dispatcher.generations[-1].cached
+    agent.messages[:] = whole
+    assert await agent.say("four") is None  # the history is another than the last turn's, and all there
+    assert metric(gateway, "misses_total", cause="history_edited") == 1
+    assert [miss["cause"] for miss in (await agent.misses())["data"]] == ["history_edited", "evicted"]
+    assert metric(gateway, "missed_tokens_total", cause="history_edited") == lost
 
 
 async def test_tools_that_are_added_and_a_stream_that_says_so(gateway):
