@@ -184,6 +184,39 @@ def test_the_command(model, smollm2_dir, tmp_path):
     assert (result.exit_code, "s.jsonl" in result.output) == (1, True)
 
 
+def test_sessions_of_tenants_are_found_by_their_bare_names(smollm2_dir, tmp_path):
+    """And what is piped is not broken into lines of some width."""
+    path = tmp_path / "s.jsonl"
+    lines = []
+    for session in ("555d6577:ed", "555d6577:both", "a0b1c2d3:both", "plain", "555d6577:plain"):
+        for turn, time in enumerate(("12:00:01", "12:00:02")):
+            messages = [{"role": "system", "content": SYSTEM.format(time)}, user("How many bolts are left? " * 4)]
+            answer = {"role": "assistant", "content": "Many."}
+            keep = {"keep": 0} if turn else {}
+            lines.append(
+                {"v": 1, "session": session, "turn": turn, "messages": messages, "assistant": answer, "output_tokens": 2} | keep
+            )
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in lines))
+
+    def run(*sessions):
+        options = [part for name in sessions for part in ("--session", name)]
+        return CliRunner().invoke(cli.explain.command, [str(path), "--model", str(smollm2_dir), *options])
+
+    result = run("ed")
+    assert result.exit_code == 0, result.output
+    [line] = [line for line in result.output.splitlines() if "timestamp at" in line]
+    assert line.startswith("555d6577:ed turn 1: timestamp at messages[0].content byte 41 (prompt: byte ")
+    assert line.endswith(" tokens again")
+    assert max(map(len, result.output.splitlines())) < 300  # no line is filled up to a width either
+    both = run("both")
+    assert both.exit_code == 2
+    assert "555d6577:both, a0b1c2d3:both" in " ".join(both.output.split())
+    exact = run("plain")
+    assert "plain turn 1" in exact.output
+    assert "555d6577:plain" not in exact.output
+    assert run("d").exit_code == 2
+
+
 def test_recorded_agents_of_others(model):
     """Prompts of tau-bench agents, made into turns: an agent that only appends loses nothing but what its template rewrites."""
     folder = shared_traces("tau_bench")
