@@ -9,6 +9,7 @@ from gateway_harness import run_gateway
 
 from gateway.turn import Receipt
 from gateway.watching.config import MissesConfig
+from sessions.codec import decode_record, encode_record
 
 CHAT = "/v1/chat/completions"
 SYSTEM = "You look after a warehouse. Today is {}. Be brief, and say what you do not know."
@@ -28,9 +29,10 @@ class Agent:
         self.messages = [{"role": "system", "content": SYSTEM.format("2026-11-30")}]
         self.answered = None
 
-    async def say(self, text, *, cached=ALL, answer="Fine.", worker="replica-0", status=200, **fields):
+    async def say(self, text, *, cached=ALL, answer="Fine.", worker="replica-0", instance="", status=200, **fields):
         self.gateway.dispatcher.script = Script(answer, cached=cached)
         self.gateway.dispatcher.worker = worker
+        self.gateway.dispatcher.instance = instance
         self.messages.append({"role": "user", "content": text})
         async with self.gateway.post(CHAT, {"messages": self.messages, **fields}, headers=self.headers) as response:
             body = await response.json()
@@ -53,7 +55,8 @@ def chosen_worker(monkeypatch):
     created = FakeGeneration.__init__
 
     def init(self, dispatcher, script, request):
-        created(self, dispatcher, script, request, Receipt(getattr(dispatcher, "worker", "replica-0"), "prefix", 0, 1))
+        where = getattr(dispatcher, "worker", "replica-0"), "prefix", 0, 1, getattr(dispatcher, "instance", "")
+        created(self, dispatcher, script, request, Receipt(*where))
 
     monkeypatch.setattr(FakeGeneration, "__init__", init)
 
@@ -163,6 +166,41 @@ async def test_blocks_that_were_evicted_and_blocks_that_are_elsewhere(gateway):
     assert (elsewhere["worker"], elsewhere["previous_worker"]) == ("replica-1", "replica-0")
     assert (evicted["cause"], evicted["lost_tokens"], evicted["tokens"]) == ("evicted", expected - 16, 16)
     assert "path" not in evicted
+
+
+async def test_names_of_workers_are_their_gateway_s_and_say_nothing_to_another(gateway):
+    """Each of two gateways with replicas of its own has a replica-0; and one that both use may have two names."""
+    agent = Agent(gateway)
+    await agent.say("one", instance="a0")
+    [record] = (await gateway.pipeline.keeper.store.page("", after=None, limit=1)).records
+    assert (record.branches[0].worker, record.branches[0].worker_instance) == ("replica-0", "a0")
+    assert decode_record(encode_record(record)).branches[0].worker_instance == "a0"  # as it crosses to another gateway
+    assert (await agent.say("two", cached=0, instance="b0")).startswith("other_replica; tokens=")
+    assert (await agent.say("three", cached=0, instance="b0", worker="worker-7")).startswith("evicted; tokens=")
+
+
+async def test_a_replica_that_is_lost_in_the_middle_of_a_turn(gateway):
+    """The next turn goes elsewhere, and is told what it lost: what the last answered turn left."""
+    agent = Agent(gateway)
+    await agent.say("one, at some length, so that there is something to lose", instance="a0")
+    left = gateway.dispatcher.prompt_tokens()
+    agent.messages.append({"role": "user", "content": "two"})
+    gateway.dispatcher.script = Script(late_error=RuntimeError("killed"))
+    await gateway.json(CHAT, {"messages": agent.messages}, headers=SESSION, status=500)
+    agent.messages.pop()
+    header = await agent.say("two", cached=16, worker="replica-1", instance="a1")
+    assert header.split("; ")[:2] == ["other_replica", f"tokens={left // 16 * 16 - 16}"]
+    [miss] = (await agent.misses())["data"]
+    assert (miss["worker"], miss["previous_worker"]) == ("replica-1", "replica-0")
+    # One that failed in the middle of an edited history left only what both share.
+    agent.messages[1] = {"role": "user", "content": "another beginning, of the same length as it was before"}
+    await gateway.json(CHAT, {"messages": [*agent.messages, {"role": "user", "content": "x"}]}, headers=SESSION)
+    gateway.dispatcher.script = Script(late_error=RuntimeError("killed"))
+    edited = [agent.messages[0], {"role": "user", "content": "something else, and of a good length too, for all to see"}]
+    await gateway.json(CHAT, {"messages": edited}, headers=SESSION, status=500)
+    shared = len("system\n") + 2 + len(agent.messages[0]["content"]) + len("\nuser\n")
+    agent.messages[:] = edited[:1]
+    assert await agent.say(edited[1]["content"], cached=shared // 16 * 16 - 16) is None
 
 
 async def test_no_text_is_shown_where_excerpts_are_off(tiny_model):
@@ -301,11 +339,12 @@ async def test_what_was_never_computed_was_not_evicted(gateway):
     """A turn whose client left, or that failed, left no blocks behind to be missed."""
     agent = Agent(gateway)
     await agent.say("one")
+    answered = gateway.dispatcher.prompt_tokens() // 16 * 16
     gateway.dispatcher.script = Script(late_error=RuntimeError("boom"))
     failing = [*agent.messages, {"role": "user", "content": "a long question " * 20}]
     await gateway.json(CHAT, {"messages": failing}, headers=SESSION, status=500)
     agent.messages = failing[:-1]
-    assert await agent.say(failing[-1]["content"], cached=64) is None
+    assert await agent.say(failing[-1]["content"], cached=answered) is None
     assert (await agent.say("and now", cached=64)).startswith("evicted; ")
 
 
