@@ -68,7 +68,7 @@ class FakeGeneration:
 
     @functools.cached_property
     def cached(self):
-        """A script that says ALL leaves it at what was computed before, and at the last token, which always is computed."""
+        """For a script that says ALL what was computed before; the last token always is computed anew."""
         if self.script.cached < ALL:
             return self.script.cached
         prompt = self.request["prompt"]
@@ -88,7 +88,8 @@ class FakeGeneration:
         limit = sampling.max_tokens if sampling.max_tokens is not None else 10**9
         cut_short = len(ids) + 1 > limit
         ids = [*ids, eos][:limit]
-        self.dispatcher.computed.append(self.request["prompt"].packed_token_ids + pack_tokens(ids))
+        if self.dispatcher.remembers:
+            self.dispatcher.computed.append(self.request["prompt"].packed_token_ids + pack_tokens(ids))
         stop = next((text for text in sampling.stop if text in self.script.text), None)
         for start in range(0, len(ids), self.script.cut):
             if self.script.pause is not None and self.script.pause[0] <= start:
@@ -124,6 +125,7 @@ class FakeDispatcher:
         self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
         self.script = Script()
         self.requests: list[dict] = []
+        self.remembers = False
         self.computed: list[bytes] = []
         self.superseded: list[tuple[str, bytes]] = []
         self.retained: list[tuple[str, object]] = []

@@ -26,6 +26,7 @@ class Agent:
     def __init__(self, gateway, headers=SESSION):
         self.gateway = gateway
         self.headers = dict(headers)
+        gateway.dispatcher.remembers = True
         self.messages = [{"role": "system", "content": SYSTEM.format("2026-11-30")}]
         self.answered = None
 
