@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -23,10 +25,19 @@ from traces.explain import ExplainedTurn, Explainer
 from traces.format import TraceFormatError
 from traces.index import SessionEntry, expand_paths, index_files
 
+_OF_TENANT = re.compile(r"[0-9a-f]{8}:(.*)", re.DOTALL)
+_PIPE_WIDTH = 100_000
+
 
 @click.command("explain")
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--session", "sessions", multiple=True, metavar="NAME", help="Only these sessions.")
+@click.option(
+    "--session",
+    "sessions",
+    multiple=True,
+    metavar="NAME",
+    help="Only these sessions, with or without what a recording puts before a name.",
+)
 @click.option(
     "--model",
     default=DEFAULT_MODEL,
@@ -56,11 +67,9 @@ def command(
     FILES are trajectories (docs/trajectory-format.md), or folders of them. Each turn is compared with the one before: what is
     lost is what any prefix cache would compute again. The cause evicted is the server's own count of cached tokens.
     """
-    console = Console()
+    console = _console()
     try:
-        entries = [entry for entry in index_files(expand_paths(files)) if not sessions or entry.session in sessions]
-        if not entries:
-            raise click.UsageError(f"There is no session {', '.join(sessions)} in these files.")
+        entries = _chosen(index_files(expand_paths(files)), sessions)
         directory = fetch(model, cache_dir.absolute(), Console(stderr=True))
         explainer = Explainer(
             ServedModel.load(ModelConfig(own_name(model, directory), directory)),
@@ -76,6 +85,28 @@ def command(
     for turns in found:
         _print_session(console, turns)
     _print_summary(console, [turn for turns in found for turn in turns])
+
+
+def _console() -> Console:
+    """Standard output; what reads it through a pipe gets whole lines, however long."""
+    return Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH)
+
+
+def _chosen(entries: Sequence[SessionEntry], names: Sequence[str]) -> list[SessionEntry]:
+    """The entries of these sessions, of all for no names. Where API keys are in use, recordings put the beginning of a tenant's
+    digest before a name: `555d6577:fix-bug`. The bare name is taken where only one tenant has it. Raises click.UsageError."""
+    if not names:
+        return list(entries)
+    known = {entry.session for entry in entries}
+    wanted = set()
+    for name in names:
+        found = {name} & known or {other for other in known if (match := _OF_TENANT.match(other)) and match[1] == name}
+        if not found:
+            raise click.UsageError(f"There is no session {name} in these files.")
+        if len(found) > 1:
+            raise click.UsageError(f"Sessions of several API keys are called {name}; say which: {', '.join(sorted(found))}.")
+        wanted |= found
+    return [entry for entry in entries if entry.session in wanted]
 
 
 def _explained(explainer: Explainer, entry: SessionEntry) -> list[ExplainedTurn]:

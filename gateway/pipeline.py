@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
@@ -117,6 +118,9 @@ class Pipeline:
         if self.keeper is None or history is None:
             return
         answered = Answered()
+        ran_on = running.instances if running is not None else ""
+        made = history.continuation
+        history.continuation = dataclasses.replace(made, ledger=msgspec.structs.replace(made.ledger, worker_instance=ran_on))
         if running is not None:
             usage = running.usage
             answered = Answered(

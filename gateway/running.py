@@ -63,6 +63,12 @@ class RunningTurn:
         return ",".join(dict.fromkeys(receipt.worker for receipt in self.receipts))
 
     @property
+    def instances(self) -> str:
+        """The workers' instance ids, each once; "" where one is not known."""
+        ids = dict.fromkeys(receipt.instance for receipt in self.receipts)
+        return ",".join(ids) if all(ids) else ""
+
+    @property
     def usage(self) -> Usage:
         """As known now; exact once `events` has ended."""
         return Usage(self._prompt_tokens, sum(self._cached), sum(self._completion))

@@ -98,12 +98,14 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """Why a request went where it went. `matched_tokens` is what the index promised; the answer tells what came true."""
+    """Why a request went where it went. `matched_tokens` is what the index promised; the answer tells what came true.
+    `instance`: of the worker (gateway.workers.protocol.WorkerInfo), as gateways name workers each for itself; "": not known."""
 
     worker: str
     reason: str
     matched_tokens: int
     candidates: int
+    instance: str = ""
 
 
 class Generation(Protocol):

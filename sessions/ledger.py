@@ -80,7 +80,8 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     `Span`s; the last may end before the last message, where the template's text could not be cut. `tokens`: packed ids of
     the prompt, `blocks`: joined hashes of its full blocks. `tail`: the text after the last span. `pending`: the
     answers, one for each choice. `generated_tokens`: how many of `tokens` the model generated. `reasoned`: some span's ids hold
-    reasoning. `worker`: where it ran; `used_at`: Unix seconds.
+    reasoning. `worker`: where it ran, as its gateway named it, and `worker_instance`: by its own id; `used_at`: Unix
+    seconds.
     """
 
     context: bytes
@@ -95,6 +96,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     generated_tokens: int = 0
     reasoned: bool = False
     worker: str = ""
+    worker_instance: str = ""
     used_at: float = 0.0
 
     @property

@@ -1,17 +1,21 @@
 """A connection to Redis that never holds up a turn: every call has a time budget, and while the server is gone none is tried.
 
-One line in the log says that it is gone, one that it is back, however many calls there are in between.
+One line in the log says that it is gone, one that it is back, however many calls there are in between; and of a server that
+comes and goes there is one such pair a minute.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
+
+from sessions.loop_budget import LoopBudget
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -20,8 +24,14 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_QUIET_SECONDS = 60.0
 _PROBE_SECONDS = 1.0
 _POOL = 32
+
+
+def is_wrong_type(error: object) -> bool:
+    """Whether an answer says that one key is of another type: nothing that other keys need suffer for."""
+    return isinstance(error, Exception) and "WRONGTYPE" in str(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +78,7 @@ class RedisConfig:
 class RedisLink:
     """One server. Use on one event loop. `calls` counts (operation, result): ok, timeout, error, skipped."""
 
-    def __init__(self, config: RedisConfig) -> None:
+    def __init__(self, config: RedisConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Connects when it is first used. Raises ValueError for a URL that redis-py does not take."""
         # Forty milliseconds and four megabytes that gateways without Redis need not pay.
         from redis.asyncio import BlockingConnectionPool, Redis
@@ -84,15 +94,23 @@ class RedisLink:
         pool = BlockingConnectionPool.from_url(
             config.url,
             max_connections=_POOL,
-            timeout=config.write_budget,
-            socket_connect_timeout=_PROBE_SECONDS,
-            socket_timeout=_PROBE_SECONDS,
+            # Every call has its budget. Limits of the client's own would count what this process is late by, and would take
+            # a turn that waits for one of its connections for a server that is gone.
+            timeout=None,
+            socket_connect_timeout=None,
+            socket_timeout=None,
             retry=Retry(NoBackoff(), 1),
             health_check_interval=0,
         )
         self._client: Redis = Redis(connection_pool=pool)
         self._up = True
         self._timeouts = 0
+        self._slots = asyncio.Semaphore(_POOL)
+        self._clock = clock
+        self._why = ""
+        self._times = 0
+        self._announced = False
+        self._quiet_until = float("-inf")
         self._probing: asyncio.Task[None] | None = None
         self._back: list[Callable[[], None]] = []
 
@@ -110,14 +128,28 @@ class RedisLink:
         """`callback` is called on the loop whenever the server is there again after it was gone."""
         self._back.append(callback)
 
-    async def call(self, operation: str, run: Callable[[Redis], Awaitable[T]], missing: T, *, budget: float | None = None) -> T:
-        """What `run` gives, or `missing` when the server is slow or gone. Never raises for what the server does."""
+    async def call(
+        self,
+        operation: str,
+        run: Callable[[Redis], Awaitable[T]],
+        missing: T,
+        *,
+        budget: float | None = None,
+        wrong_type: Callable[[], Awaitable[None]] | None = None,
+    ) -> T:
+        """What `run` gives, or `missing` when the server is slow or gone. Never raises for what the server does. `wrong_type`
+        is awaited first when the key is of a type that `run` has no use for: that says nothing about the server."""
         if not self._up:
             self.calls[operation, "skipped"] += 1
             return missing
         try:
-            async with asyncio.timeout(self.config.budget if budget is None else budget):
-                answer = await run(self._client)
+            # A turn that waits for one of our own connections cannot blame the server; once that is gone nobody waits.
+            async with self._slots:
+                if not self._up:
+                    self.calls[operation, "skipped"] += 1
+                    return missing
+                async with LoopBudget(self.config.budget if budget is None else budget):
+                    answer = await run(self._client)
         except TimeoutError:
             self.calls[operation, "timeout"] += 1
             self._timeouts += 1
@@ -126,6 +158,8 @@ class RedisLink:
             return missing
         except self._errors as error:
             self._failed(operation, error)
+            if wrong_type is not None and is_wrong_type(error):
+                await wrong_type()
             return missing
         self._timeouts = 0
         self.calls[operation, "ok"] += 1
@@ -139,7 +173,10 @@ class RedisLink:
         if isinstance(error, Lost | Slow | OSError):
             self._gone(str(error) or type(error).__name__)
             return
-        # It answers, and says no: out of memory, read-only, a key of another type. That is not cured by waiting.
+        if is_wrong_type(error):
+            self._timeouts = 0
+            return
+        # It answers, and says no: out of memory, read-only. That is not cured by waiting.
         self._timeouts += 1
         if self._timeouts >= self.config.max_timeouts:
             self._gone(f"it refuses: {error}")
@@ -148,28 +185,43 @@ class RedisLink:
         if not self._up:
             return
         self._up = False
-        log.warning(
-            "Redis at %s cannot be used (%s); this gateway goes on with its own copy of sessions until it can",
-            self.config.shown,
-            " ".join(why.split())[:200],
-        )
+        self._why = " ".join(why.split())[:200]
+        self._times += 1
+        self._announce()
         if self._probing is None:
             self._probing = asyncio.ensure_future(self._probe())
+
+    def _announce(self) -> None:
+        """Says that it is gone; within a minute of the last such line later, if it still is."""
+        if self._announced or self._clock() < self._quiet_until:
+            return
+        before = f"; {self._times - 1} more times since this was last said" if self._times > 1 else ""
+        log.warning(
+            "Redis at %s cannot be used (%s%s); this gateway goes on with its own copy of sessions until it can",
+            self.config.shown,
+            self._why,
+            before,
+        )
+        self._announced, self._times = True, 0
+        self._quiet_until = self._clock() + _QUIET_SECONDS
 
     async def _probe(self) -> None:
         key = f"{self.config.prefix}:probe"
         while not self._up:
             await asyncio.sleep(self.config.retry_interval)
             try:
-                async with asyncio.timeout(_PROBE_SECONDS):
+                async with LoopBudget(_PROBE_SECONDS):
                     # A write: a server that is full or read-only is of no use either.
                     await self._client.set(key, b"1", px=60_000)
             except self._errors as error:
                 log.debug("Redis at %s: %s", self.config.shown, error)
+                self._announce()
                 continue
             self._up = True
             self._timeouts = 0
-            log.info("Redis at %s can be used again", self.config.shown)
+            if self._announced:
+                self._announced = False
+                log.info("Redis at %s can be used again", self.config.shown)
         self._probing = None
         for callback in self._back:
             callback()

@@ -7,9 +7,20 @@ tenant's sessions: one by key, for pages, and one by the time at which they end,
 
 from __future__ import annotations
 
-PUT = """
+_OF_TYPE = """
+-- A key of another type was written by somebody else. It makes way, as else every command on it fails for ever.
+local function of_type(key, type)
+  local found = redis.call('TYPE', key)['ok']
+  if found ~= 'none' and found ~= type then redis.call('DEL', key) end
+end
+"""
+
+PUT = f"""{_OF_TYPE}
 -- KEYS: session, keys of the tenant, ends of the tenant, then names to set, then names to drop
 -- ARGV: version, written at, record, ttl in ms, key, mode (next | newer), number of names to set, epoch
+of_type(KEYS[1], 'hash')
+of_type(KEYS[2], 'zset')
+of_type(KEYS[3], 'zset')
 local stored = redis.call('HGET', KEYS[1], 'v')
 local version = tonumber(ARGV[1])
 if stored and (redis.call('HGET', KEYS[1], 'e') or '') ~= ARGV[8] then return -1 end
@@ -39,14 +50,18 @@ end
 local names = tonumber(ARGV[7])
 for i = 4, 3 + names do redis.call('SET', KEYS[i], ARGV[5], 'PX', ARGV[4]) end
 for i = 4 + names, #KEYS do
+  of_type(KEYS[i], 'string')
   if redis.call('GET', KEYS[i]) == ARGV[5] then redis.call('DEL', KEYS[i]) end
 end
 return 1
 """
 """1: stored; 0: another version is stored by now; -1: the session was deleted, and may have begun anew."""
 
-DELETE = """
+DELETE = f"""{_OF_TYPE}
 -- KEYS: session, keys of the tenant, ends of the tenant; ARGV: ttl of the tombstone in ms, key, epoch
+of_type(KEYS[1], 'hash')
+of_type(KEYS[2], 'zset')
+of_type(KEYS[3], 'zset')
 local stored = redis.call('HGET', KEYS[1], 'v')
 redis.call('DEL', KEYS[1])
 redis.call('HSET', KEYS[1], 'v', 'x', 'e', ARGV[3])
@@ -61,6 +76,14 @@ return 0
 DROP_CORRUPT = """
 -- KEYS: session; ARGV: written at
 if redis.call('HGET', KEYS[1], 'u') == ARGV[1] then return redis.call('DEL', KEYS[1]) end
+return 0
+"""
+"""Unless it was written anew meanwhile."""
+
+DROP_WRONG_TYPE = """
+-- KEYS: key; ARGV: the type it should have
+local found = redis.call('TYPE', KEYS[1])['ok']
+if found ~= 'none' and found ~= ARGV[1] then return redis.call('DEL', KEYS[1]) end
 return 0
 """
 """Unless it was written anew meanwhile."""

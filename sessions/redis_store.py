@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from sessions.codec import FORMAT, CodecError, decode_record, encode_record
 from sessions.memory_store import MemoryLedgerStore, new_epoch
 from sessions.records import SessionRecord
-from sessions.redis_link import RedisLink
-from sessions.redis_scripts import DELETE, DROP_CORRUPT, PUT
+from sessions.redis_link import RedisLink, is_wrong_type
+from sessions.redis_scripts import DELETE, DROP_CORRUPT, DROP_WRONG_TYPE, PUT
 from sessions.store import Page, StoreStats
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class RedisLedgerStore:
         self.events: Counter[str] = Counter()
         self._put_script = link.client.register_script(PUT)
         self._delete_script = link.client.register_script(DELETE)
+        self._wrong_type_script = link.client.register_script(DROP_WRONG_TYPE)
         self._drop_script = link.client.register_script(DROP_CORRUPT)
         # Sessions whose last write Redis has not seen; True: their deletion.
         self._unsaved: OrderedDict[_Key, bool] = OrderedDict()
@@ -63,7 +64,12 @@ class RedisLedgerStore:
         if self._unsaved.get((tenant, key)):
             return None  # deleted here; Redis does not know yet
         name = self._session(tenant, key)
-        head = await self._link.call("version", lambda redis: _many(redis.hmget(name, ["v", "u", "e"])), None)
+        head = await self._link.call(
+            "version",
+            lambda redis: _many(redis.hmget(name, ["v", "u", "e"])),
+            None,
+            wrong_type=lambda: self._wrong_type(name, "hash"),
+        )
         if head is None or head[0] is None:
             # Not reached, never written, expired or flushed: the copy here is as good as ever.
             return mine
@@ -187,7 +193,13 @@ class RedisLedgerStore:
     async def _fetch(self, tenant: str, key: str) -> SessionRecord | None:
         name = self._session(tenant, key)
         budget = self._link.config.write_budget
-        answer = await self._link.call("read", lambda redis: _many(redis.hmget(name, ["d", "u"])), None, budget=budget)
+        answer = await self._link.call(
+            "read",
+            lambda redis: _many(redis.hmget(name, ["d", "u"])),
+            None,
+            budget=budget,
+            wrong_type=lambda: self._wrong_type(name, "hash"),
+        )
         if answer is None or answer[0] is None:
             return None
         try:
@@ -199,11 +211,18 @@ class RedisLedgerStore:
             return None
         return record
 
-    async def _corrupt(self, name: str, written: bytes, error: CodecError) -> None:
+    def _complain(self, why: object) -> None:
         self.events["corrupt"] += 1
         if self._clock() - self._complained_at >= _QUIET_SECONDS:
             self._complained_at = self._clock()
-            log.warning("a session in Redis is ignored and dropped: %s (further ones within a minute are only counted)", error)
+            log.warning("a session in Redis is ignored and dropped: %s (further ones within a minute are only counted)", why)
+
+    async def _wrong_type(self, name: str, expected: str) -> None:
+        self._complain(f"its key is no {expected}")
+        await self._link.call("drop", lambda redis: self._wrong_type_script(keys=[name], args=[expected], client=redis), 0)
+
+    async def _corrupt(self, name: str, written: bytes, error: CodecError) -> None:
+        self._complain(error)
         await self._link.call("drop", lambda redis: self._drop_script(keys=[name], args=[written], client=redis), 0)
 
     async def _write(self, record: SessionRecord, before: SessionRecord | None, mode: str, budget: float) -> int | None:
@@ -243,13 +262,11 @@ class RedisLedgerStore:
         """Which of these another gateway has deleted: their copies here go too."""
 
         async def read(redis: Redis) -> list[Any]:
-            async with redis.pipeline(transaction=False) as pipe:
-                for key in keys:
-                    pipe.hmget(self._session(tenant, key), ["v", "e"])
-                return await pipe.execute()
+            return await _each(redis, [self._session(tenant, key) for key in keys], "v", "e")
 
         heads = await self._link.call("page", read, None, budget=_PAGE_BUDGET) if keys else []
-        ended = {key: _text(head[1]) for key, head in zip(keys, heads or (), strict=False) if head[0] == _TOMBSTONE}
+        found = [(key, head) for key, head in zip(keys, heads or (), strict=False) if not is_wrong_type(head)]
+        ended = {key: _text(epoch) for key, (version, epoch) in found if version == _TOMBSTONE}
         for key, epoch in ended.items():
             self._local.bury(tenant, key, epoch)
         return set(ended)
@@ -258,23 +275,28 @@ class RedisLedgerStore:
         low = b"-" if after is None else b"(" + after.encode()
         listing = self._listings(tenant)[0]
         keys = await self._link.call(
-            "page", lambda redis: _many(redis.zrangebylex(listing, low, b"+", 0, limit + 1)), None, budget=_PAGE_BUDGET
+            "page",
+            lambda redis: _many(redis.zrangebylex(listing, low, b"+", 0, limit + 1)),
+            None,
+            budget=_PAGE_BUDGET,
+            wrong_type=lambda: self._wrong_type(listing, "zset"),
         )
         if keys is None:
             return None
         names = [self._session(tenant, member.decode("utf-8", "replace")) for member in keys[:limit]]
 
         async def read(redis: Redis) -> list[Any]:
-            async with redis.pipeline(transaction=False) as pipe:
-                for name in names:
-                    pipe.hget(name, "d")
-                return await pipe.execute()
+            return await _each(redis, names, "d")
 
         blobs = await self._link.call("page", read, None, budget=_PAGE_BUDGET) if names else []
         if blobs is None:
             return None
         records = []
-        for blob in blobs:
+        for name, head in zip(names, blobs, strict=False):
+            if is_wrong_type(head):
+                await self._wrong_type(name, "hash")
+                continue
+            (blob,) = head
             if blob is None:
                 continue
             try:
@@ -326,6 +348,18 @@ class RedisLedgerStore:
     @property
     def _ttl_ms(self) -> int:
         return max(1, int(self._link.config.ttl * 1000))
+
+
+async def _each(redis: Redis, names: Sequence[str], *fields: str) -> list[Any]:
+    """The fields of each hash, as a list; in place of one whose key is no hash the error. Raises other errors."""
+    async with redis.pipeline(transaction=False) as pipe:
+        for name in names:
+            pipe.hmget(name, fields)
+        answers = await pipe.execute(raise_on_error=False)
+    for answer in answers:
+        if isinstance(answer, Exception) and not is_wrong_type(answer):
+            raise answer
+    return answers
 
 
 def _many(answer: Awaitable[Any]) -> Awaitable[list[Any] | None]:

@@ -27,7 +27,8 @@ MAX_CHOICES = 128
 
 @dataclass(frozen=True, slots=True)
 class ExplainedTurn:
-    """A turn of a session. `prompt_tokens`: of its prompt; `shared_tokens`: that its predecessor had, its answer among them.
+    """A turn of a session. `prompt_tokens`: of its prompt, as it is tokenised here, and as the server counted it where the miss
+    is by the server's counts; `shared_tokens`: that its predecessor had, its answer among them.
     `miss`: None where nothing was lost. `problem`: why the turn could not be looked at."""
 
     session: str
@@ -110,15 +111,17 @@ class Explainer:
         if left is None:
             return ExplainedTurn(name, number, count)
         shared = common_tokens(left.tokens, prompt)
-        lost = len(left.tokens) // 4 - shared
+        # What the predecessor had and this turn has not is no loss: nobody computes it again.
+        lost = min(len(left.tokens) // 4, count) - shared
         difference = first_difference(left.conversation, _conversation(recorded, turn))
         cause: Cause | None = None
         if difference is not None and lost >= BLOCK_SIZE:
             cause = difference.cause
         elif difference is None and lost >= BLOCK_SIZE:
             cause = "template"
-        elif (gone := _evicted(recorded, left)) > BLOCK_SIZE:
-            cause, lost = "evicted", gone
+        elif (gone := _evicted(recorded, left)) > BLOCK_SIZE and recorded.line.usage is not None:
+            # All of it by the server's count, which may have been made with another tokenizer than this one.
+            cause, lost, count = "evicted", gone, recorded.line.usage.prompt_tokens
         if cause is None:
             return ExplainedTurn(name, number, count, shared)
         seen = difference if difference is not None and cause == difference.cause else Difference(cause, "", None, 0, "", "")

@@ -23,12 +23,14 @@ from gateway.router.config import RouterConfig
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """What is known of a candidate's load. `queued_tokens`: prompt tokens to be computed there before a newcomer's."""
+    """What is known of a candidate's load. `queued_tokens`: prompt tokens to be computed there before a newcomer's.
+    `instance`: its own id, which says nothing of its load."""
 
     name: str
     queued_tokens: float = 0.0
     requests: int = 0
     max_concurrency: int = 1
+    instance: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,7 @@ class Router:
         if key is not None:
             self._homes.put(key, chosen.name, now)
         prediction = self.index.predict(chosen.name, digests[matches.get(chosen.name, 0) :])
-        receipt = Receipt(chosen.name, reason, chosen.matched_tokens, len(candidates))
+        receipt = Receipt(chosen.name, reason, chosen.matched_tokens, len(candidates), chosen.load.instance)
         return Route(self, receipt, prompt_tokens, prediction, key)
 
     def generated(self, worker: str, tokens: int) -> None:

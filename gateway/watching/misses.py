@@ -15,6 +15,7 @@ import msgspec
 
 from gateway.histories.keeper import TurnHistory
 from gateway.rendering import tool_dict
+from gateway.running import Usage
 from gateway.turn import Turn
 from gateway.watching.config import MissesConfig
 from prefix_cache.hashing import TOKEN_BYTES, unpack_tokens
@@ -22,7 +23,7 @@ from sessions.continuation import Divergence
 from sessions.digests import DIGEST_BYTES, message_digest
 from sessions.explain.causes import Cause, Difference, first_difference
 from sessions.explain.conversation import Conversation
-from sessions.explain.misses import Miss, MissLog
+from sessions.explain.misses import Left, Miss, MissLog, Place
 from sessions.ledger import Ledger, common_tokens
 
 _RATE_KEEPS = 0.95
@@ -37,16 +38,17 @@ _UNKNOWN_TEXT: Mapping[str, Cause] = {
 
 @dataclass(slots=True)
 class WatchedMiss:
-    """A turn's miss, as far as it is known. `expected`: tokens that its replica should find in its cache where the prompt is
-    its predecessor's."""
+    """A turn's miss, as far as it is known. `prompt_tokens`: of the turn; `expected`: tokens that its replica should find in
+    its cache where the prompt is its predecessor's, left at `previous`."""
 
     tenant: str
     session: str
     request_id: str
     model: str
+    prompt_tokens: int = 0
     expected: int = 0
     block_size: int = 1
-    predecessor: Ledger | None = None
+    previous: Place = field(default_factory=Place)
     miss: Miss | None = None
     settled: bool = False
 
@@ -76,30 +78,40 @@ class MissExplainer:
     def began(self, turn: Turn, history: TurnHistory) -> WatchedMiss:
         """A turn's prompt is made."""
         made = history.continuation
-        watched = WatchedMiss(history.tenant, history.key, turn.request_id, history.model)
+        watched = WatchedMiss(history.tenant, history.key, turn.request_id, history.model, made.ledger.num_tokens)
+        watched.block_size = made.ledger.block_size
         if not self.config.explain:
             return watched
         conversation = _conversation(turn)
         own = history.foreign is None and history.record is not None
         divergence = _divergence(history) if own else None
-        if divergence is not None and divergence.lost_tokens >= made.ledger.block_size:
-            watched.miss = self._diverged(turn, history, conversation, divergence)
+        left = self.log.left(history.tenant, history.key)
+        if left is not None:
+            left.tokens = min(left.tokens, made.reused_tokens) if own and history.position == 0 else 0
+        # What the predecessor had and this turn has not is no loss: nobody computes it again.
+        lost = min(divergence.lost_tokens, made.ledger.num_tokens - divergence.tokens) if divergence is not None else 0
+        if divergence is not None and lost >= made.ledger.block_size:
+            watched.miss = self._diverged(turn, history, conversation, divergence, lost)
         elif own and made.predecessor is not None and _was_answered(history):
-            watched.predecessor = made.predecessor
-            watched.block_size = made.ledger.block_size
+            watched.previous = Place(made.predecessor.worker, made.predecessor.worker_instance)
             watched.expected = _expected(made.predecessor, made.reused_tokens, made.ledger)
+        elif left is not None:
+            # The turn before it was not answered, so nobody knows what it left; what the last answered one did is there still.
+            watched.previous = left.place
+            watched.expected = _whole(left.tokens, made.ledger)
         kept = made.matched_messages if own and divergence is None and history.position == 0 else 0
         self.log.remember(history.tenant, history.key, conversation, kept)
         return watched
 
-    def started(self, watched: WatchedMiss, cached_tokens: int, worker: str) -> Miss | None:
+    def started(self, watched: WatchedMiss, cached_tokens: int, place: Place) -> Miss | None:
         """The replica says what it found in its cache. Returns the miss, if it is one."""
-        if watched.miss is None and watched.predecessor is not None:
+        if watched.miss is not None and not watched.settled:
+            watched.miss = self._found_elsewhere(watched, watched.miss, cached_tokens)
+        if watched.miss is None and not watched.settled:
             lost = watched.expected - cached_tokens
             # The last token of an answer may have been chosen and not computed, which can cost its block.
             if lost > watched.block_size:
-                previous = watched.predecessor.worker
-                cause: Cause = "other_replica" if previous and previous != worker else "evicted"
+                cause: Cause = "other_replica" if watched.previous.is_other(place) else "evicted"
                 watched.miss = Miss(
                     request_id=watched.request_id,
                     at=self.clock(),
@@ -107,28 +119,44 @@ class MissExplainer:
                     tokens=cached_tokens,
                     lost_tokens=lost,
                     lost_seconds=self._seconds(watched.model, lost),
-                    worker=worker,
-                    previous_worker=previous,
+                    worker=place.worker,
+                    previous_worker=watched.previous.worker,
                 )
         if watched.miss is not None and not watched.settled:
             watched.settled = True
             if not watched.miss.worker:
-                watched.miss = msgspec.structs.replace(watched.miss, worker=worker)
+                watched.miss = msgspec.structs.replace(watched.miss, worker=place.worker)
             self.log.add(watched.tenant, watched.session, watched.miss)
             self.found(watched.miss)
         return watched.miss
 
-    def answered(self, watched: WatchedMiss, message: Mapping[str, Any], computed: int, prefill_seconds: float) -> None:
-        """The turn was answered, with `computed` tokens of its prompt prefilled in `prefill_seconds`."""
+    def answered(
+        self, watched: WatchedMiss, message: Mapping[str, Any], usage: Usage, prefill_seconds: float, place: Place
+    ) -> None:
+        """The turn was answered, by the worker at `place`; what was not cached of its prompt took `prefill_seconds`."""
         if not self.config.explain:
             return
-        self.log.answered(watched.tenant, watched.session, message)
+        computed = usage.prompt_tokens - usage.cached_tokens
+        self.log.answered(watched.tenant, watched.session, message, Left(watched.prompt_tokens, place))
         if computed > 0 and prefill_seconds > 0:
             rate = self._rates.setdefault(watched.model, _Rate())
             rate.seconds = rate.seconds * _RATE_KEEPS + prefill_seconds
             rate.tokens = rate.tokens * _RATE_KEEPS + computed
 
-    def _diverged(self, turn: Turn, history: TurnHistory, conversation: Conversation, divergence: Divergence) -> Miss:
+    def _found_elsewhere(self, watched: WatchedMiss, miss: Miss, cached_tokens: int) -> Miss | None:
+        """A miss without what the replica still had of an earlier branch, or of another session; None when that is all."""
+        # The last token of a prompt is always computed, and costs its block.
+        reachable = (watched.prompt_tokens - 1) // watched.block_size * watched.block_size
+        if reachable - cached_tokens < watched.block_size:
+            return None
+        lost = min(miss.lost_tokens, watched.prompt_tokens - cached_tokens)
+        if lost == miss.lost_tokens:
+            return miss
+        return msgspec.structs.replace(miss, lost_tokens=lost, lost_seconds=self._seconds(watched.model, lost))
+
+    def _diverged(
+        self, turn: Turn, history: TurnHistory, conversation: Conversation, divergence: Divergence, lost: int
+    ) -> Miss:
         # The text that is known is that of the session's last turn here, which is its newest branch unless another gateway
         # has served it since.
         before = self.log.previous(history.tenant, history.key) if history.position in (0, None) else None
@@ -152,8 +180,8 @@ class MissExplainer:
             field_bytes=difference.offset,
             text_bytes=self._text_bytes(history.model, ids, divergence.tokens),
             tokens=divergence.tokens,
-            lost_tokens=divergence.lost_tokens,
-            lost_seconds=self._seconds(history.model, divergence.lost_tokens),
+            lost_tokens=lost,
+            lost_seconds=self._seconds(history.model, lost),
             before=difference.old,
             after=difference.new,
             previous_worker=old.worker if old is not None else "",
@@ -216,8 +244,12 @@ def _expected(old: Ledger, reused: int, new: Ledger) -> int:
     """Tokens of whole blocks that the predecessor left and this prompt begins with; the last token of a prompt is always
     computed."""
     answer = max((len(item.token_ids) for item in old.pending), default=0) // TOKEN_BYTES
-    shared = min(reused, old.num_tokens + answer, max(new.num_tokens - 1, 0))
-    return shared // new.block_size * new.block_size
+    return _whole(min(reused, old.num_tokens + answer), new)
+
+
+def _whole(shared: int, new: Ledger) -> int:
+    """Of that many shared tokens those that a cache of whole blocks can spare this prompt, whose last is always computed."""
+    return min(shared, max(new.num_tokens - 1, 0)) // new.block_size * new.block_size
 
 
 def _conversation(turn: Turn) -> Conversation:

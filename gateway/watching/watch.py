@@ -17,7 +17,7 @@ from gateway.watching.config import MissesConfig
 from gateway.watching.gaps import GapWatch, Retain
 from gateway.watching.misses import MissExplainer, WatchedMiss
 from grammar.arguments import arguments_object
-from sessions.explain.misses import Miss
+from sessions.explain.misses import Miss, Place
 from sessions.gaps.model import GapConfig
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class TurnWatch:
         if watched is None:
             return None
         try:
-            return self.misses.started(watched.missed, running.usage.cached_tokens, running.workers)
+            return self.misses.started(watched.missed, running.usage.cached_tokens, Place(running.workers, running.instances))
         except Exception:
             log.exception("the miss of turn %s could not be explained", watched.turn.request_id)
             return None
@@ -76,7 +76,7 @@ class TurnWatch:
             usage = running.usage
             prefill, _ = running.worker_seconds
             self.misses.answered(
-                watched.missed, _message(running.choices[0]), usage.prompt_tokens - usage.cached_tokens, prefill
+                watched.missed, _message(running.choices[0]), usage, prefill, Place(running.workers, running.instances)
             )
             self.gaps.ended(watched.turn, watched.key, running.workers, called_tools(running))
             if watched.turn.session.final:

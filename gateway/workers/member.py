@@ -127,6 +127,7 @@ class Member:
             queued_tokens=self.books.queued_tokens + self._foreign_tokens,
             requests=self.books.requests + self._foreign_requests,
             max_concurrency=self.info.max_concurrency if self.info is not None else 1,
+            instance=self.info.instance if self.info is not None else "",
         )
 
     def heard(self) -> None:

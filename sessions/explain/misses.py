@@ -35,8 +35,9 @@ class Miss(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `at`: Unix seconds. `path`, `message`, `field_bytes`, `before`, `after`: as of sessions.explain.causes.Difference ("" and
     None where the text is not known, or the prompt is the same). `text_bytes` and `tokens`: where in the prompt the shared
-    prefix ends. `lost_tokens`: of the predecessor, computed again. `lost_seconds`: what that took, estimated; None where
-    nothing was measured yet.
+    prefix ends. `lost_tokens`: of this prompt, computed again though the predecessor had as many: never more than the prompt
+    has behind the shared prefix, nor than was not cached. `lost_seconds`: what that took, estimated; None where nothing was
+    measured yet.
     """
 
     request_id: str
@@ -92,9 +93,34 @@ def _place(miss: Miss) -> str:
     return "messages[*]" + miss.path.partition("]")[2]
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A worker: its gateway's name for it, and its own instance id, "" where that is not known."""
+
+    worker: str = ""
+    instance: str = ""
+
+    def is_other(self, place: Place) -> bool:
+        """Whether `place` is another worker than this. The names of two gateways say nothing to each other, and a worker
+        that was started anew has its name still and its blocks no more. What is not known is not another."""
+        if self.instance and place.instance:
+            return self.instance != place.instance
+        return bool(self.worker and place.worker) and self.worker != place.worker
+
+
+@dataclass(slots=True)
+class Left:
+    """What the last turn that was answered left: tokens, and where. Of `tokens` a later turn that was not answered may have
+    kept fewer."""
+
+    tokens: int
+    place: Place
+
+
 @dataclass(slots=True)
 class _Session:
     text: RememberedText | None = None
+    left: Left | None = None
     misses: list[Miss] = field(default_factory=list)
     nbytes: int = 0
 
@@ -139,10 +165,16 @@ class MissLog:
         session_text.text = text
         self._put(at, session_text)
 
-    def answered(self, tenant: str, session: str, answer: Mapping[str, Any]) -> None:
+    def left(self, tenant: str, session: str) -> Left | None:
+        """What the session's last answered turn left; None where that is not known."""
+        known = self._sessions.get((tenant, session))
+        return None if known is None else known.left
+
+    def answered(self, tenant: str, session: str, answer: Mapping[str, Any], left: Left) -> None:
         """The session's turn was answered so."""
         known = self._sessions.get((tenant, session))
         if known is not None and known.text is not None:
+            known.left = left
             known.text.messages.append(dump(answer))
             self._put((tenant, session), known)
 

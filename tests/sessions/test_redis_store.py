@@ -225,16 +225,48 @@ async def test_entries_that_are_no_sessions_are_dropped_with_one_line(gateways, 
             client.hset(name, "d", b"")
     for key in ("a", "b"):
         assert await two.get("t", key) is None
-        if damage != "no hash":
-            assert await two.put(a_record(key, a_ledger(["y"]), version=1))
-            assert (await gateways().get("t", key)).version == 1
-    if damage == "no hash":
-        assert two.link.calls["version", "error"] == 2
-    else:
-        assert two.events["corrupt"] == 2
-        [line] = warnings(caplog)
-        assert "a session in Redis is ignored and dropped" in line
+        assert await two.put(a_record(key, a_ledger(["y"]), version=1))
+        assert (await gateways().get("t", key)).version == 1
+    assert two.events["corrupt"] == 2
+    [line] = warnings(caplog)
+    assert "a session in Redis is ignored and dropped" in line
     assert (await one.get("t", "a")) is not None  # whose copy is its own
+
+
+async def test_a_key_of_another_type_is_no_failure_of_the_server(gateways, client, caplog):
+    """However often it is met, and by whatever command."""
+    one = gateways(max_timeouts=2)
+    name, listing, ends = "turnkeep:1:s:t:a", "turnkeep:1:k:t", "turnkeep:1:e:t"
+
+    def spoil(*keys):
+        for key in keys:
+            client.delete(key)
+            client.set(key, "text")
+
+    for version in range(1, 6):
+        spoil(name, listing, ends)
+        if version % 2:
+            assert (await one.get("t", "a") is None) == (version == 1)
+            assert client.type(name) == b"none"
+        assert await one.put(a_record("a", a_ledger(["x"] * version), version=version))
+        assert (client.type(name), client.type(listing), client.type(ends)) == (b"hash", b"zset", b"zset")
+        assert (await gateways().get("t", "a")).version == version
+    assert one.events["corrupt"] == 3
+    # A page shows the others, and what is of another type goes.
+    await one.put(a_record("b"))
+    two = gateways()
+    spoil(name)
+    assert [record.key for record in (await two.page("t", after=None, limit=9)).records] == ["b"]
+    assert client.type(name) == b"none"
+    assert two.events["corrupt"] == 1
+    spoil(listing)
+    await two.page("t", after=None, limit=9)
+    assert client.type(listing) == b"none"
+    spoil(name, listing, ends)
+    await one.delete("t", "a")
+    assert client.hget(name, "v") == b"x"
+    assert (one.link.up, two.link.up, one.unsaved, one.events["unsaved"]) == (True, True, 0, 0)
+    assert not [line for line in warnings(caplog) if "cannot be used" in line]
 
 
 async def test_a_record_that_is_too_large_stays_here(gateways, client):
@@ -296,6 +328,63 @@ async def test_frozen_for_a_while(gateways, server, caplog):
         assert await one.put(a_record(f"n{number}", version=number + 1))
     for number in range(20):
         assert (await two.get("t", f"n{number}")).version == number + 1
+
+
+async def test_a_gateway_that_is_busy_does_not_blame_its_redis(gateways, caplog):
+    """The loop is held up for longer than a turn waits for Redis, again and again, while more turns than connections run."""
+    one = gateways(budget=0.01, write_budget=0.05, max_timeouts=3)
+    await one.put(a_record("warm up"))
+    over = False
+
+    async def block():
+        while not over:
+            time.sleep(0.04)  # noqa: ASYNC251 - that is the point
+            await asyncio.sleep(0)
+
+    async def turns(key):
+        for version in range(1, 6):
+            assert await one.put(a_record(key, version=version))
+            assert (await one.get("t", key)).version == version
+
+    blocking = asyncio.create_task(block())
+    await asyncio.gather(*(turns(f"s{number}") for number in range(64)))
+    over = True
+    await blocking
+    results = {result for _, result in one.link.calls}
+    assert results == {"ok"}, one.link.calls
+    assert (one.link.up, one.events["unsaved"], warnings(caplog)) == (True, 0, [])
+
+
+async def test_a_server_that_comes_and_goes_is_told_of_once_a_minute(server, caplog):
+    caplog.set_level(logging.INFO)
+    now = [1000.0]
+    link = RedisLink(RedisConfig(server.url, budget=2.0, retry_interval=0.01), clock=lambda: now[0])
+
+    def said():
+        return [
+            line.getMessage() for line in caplog.records if "cannot be used" in line.message or "can be used" in line.message
+        ]
+
+    for _ in range(3):
+        link._gone("it flaps")
+        await until(lambda: link.up)
+        now[0] += 5
+    assert len(said()) == 2
+    now[0] += 60
+    link._gone("it flaps")
+    assert "(it flaps; 2 more times since this was last said)" in said()[-1]
+    await until(lambda: link.up)
+    # One that stays away is told of as soon as the minute is over.
+    server.kill()
+    link._gone("killed")
+    await asyncio.sleep(0.05)
+    assert len(said()) == 4
+    now[0] += 60
+    await until(lambda: len(said()) == 5)
+    server.start()
+    await until(lambda: link.up)
+    assert len(said()) == 6
+    await link.aclose()
 
 
 async def test_emptied_in_the_middle(gateways, client):

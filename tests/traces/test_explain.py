@@ -79,14 +79,25 @@ def test_a_clock_in_the_system_prompt(model):
     [
         ("history_edited", {"keep": 0, "messages": [user("How many nuts are there, in all of the aisles? " * 6)]}),
         ("tools_added", {"messages": [user("more?")], "tools": ({"type": "function", "function": {"name": "count"}},)}),
-        ("compacted", {"keep": 0, "messages": [user("Bolts: 1,204.")]}),
-        ("truncated", {"keep": 1, "messages": []}),
+        (
+            "compacted",
+            {"keep": 0, "messages": [user("Bolts: 1,204, and nuts: 96, of which the most are of size M4, in aisle 3.")]},
+        ),
     ],
 )
 def test_other_causes(model, cause, second):
     first = line(0, [user("How many bolts are there? " * 10), {"role": "assistant", "content": "Many."}, user("Sure?")])
     turns = explained(model, first, line(1, **second))
     assert turns[1].miss.cause == cause
+
+
+def test_what_nobody_computes_again_is_not_lost(model):
+    first = line(0, [user("How many bolts are there? " * 10), {"role": "assistant", "content": "Many."}, user("Sure? " * 30)])
+    turns = explained(model, first, line(1, [], keep=1), line(2, [user("Nuts, then? " * 20)], keep=0, answer="Few. " * 200))
+    assert turns[1].miss is None
+    assert turns[1].prompt_tokens - turns[1].shared_tokens < 16
+    assert turns[2].miss.cause == "history_edited"
+    assert 16 <= turns[2].miss.lost_tokens <= turns[2].prompt_tokens - turns[2].shared_tokens
 
 
 def test_reasoning_that_was_dropped_and_arguments_written_otherwise(model):
@@ -118,7 +129,7 @@ def test_what_the_server_says_it_computed_again(model):
         return Usage(prompt_tokens=prompt, completion_tokens=9, cached_tokens=cached)
 
     turns = explained(model, line(0, [user("How many?")], usage=used(500, 0)), line(1, [user("Sure?")], usage=used(530, 96)))
-    assert (turns[1].miss.cause, turns[1].miss.lost_tokens) == ("evicted", 496 - 96)
+    assert (turns[1].miss.cause, turns[1].miss.lost_tokens, turns[1].prompt_tokens) == ("evicted", 496 - 96, 530)
 
 
 def test_a_turn_that_cannot_be_rendered_is_named_and_the_rest_goes_on(model):
@@ -171,6 +182,39 @@ def test_the_command(model, smollm2_dir, tmp_path):
     path.write_text("{}\n")
     result = CliRunner().invoke(cli.explain.command, arguments)
     assert (result.exit_code, "s.jsonl" in result.output) == (1, True)
+
+
+def test_sessions_of_tenants_are_found_by_their_bare_names(smollm2_dir, tmp_path):
+    """And what is piped is not broken into lines of some width."""
+    path = tmp_path / "s.jsonl"
+    lines = []
+    for session in ("555d6577:ed", "555d6577:both", "a0b1c2d3:both", "plain", "555d6577:plain"):
+        for turn, time in enumerate(("12:00:01", "12:00:02")):
+            messages = [{"role": "system", "content": SYSTEM.format(time)}, user("How many bolts are left? " * 4)]
+            answer = {"role": "assistant", "content": "Many."}
+            keep = {"keep": 0} if turn else {}
+            lines.append(
+                {"v": 1, "session": session, "turn": turn, "messages": messages, "assistant": answer, "output_tokens": 2} | keep
+            )
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in lines))
+
+    def run(*sessions):
+        options = [part for name in sessions for part in ("--session", name)]
+        return CliRunner().invoke(cli.explain.command, [str(path), "--model", str(smollm2_dir), *options])
+
+    result = run("ed")
+    assert result.exit_code == 0, result.output
+    [line] = [line for line in result.output.splitlines() if "timestamp at" in line]
+    assert line.startswith("555d6577:ed turn 1: timestamp at messages[0].content byte 41 (prompt: byte ")
+    assert line.endswith(" tokens again")
+    assert max(map(len, result.output.splitlines())) < 300  # no line is filled up to a width either
+    both = run("both")
+    assert both.exit_code == 2
+    assert "555d6577:both, a0b1c2d3:both" in " ".join(both.output.split())
+    exact = run("plain")
+    assert "plain turn 1" in exact.output
+    assert "555d6577:plain" not in exact.output
+    assert run("d").exit_code == 2
 
 
 def test_recorded_agents_of_others(model):

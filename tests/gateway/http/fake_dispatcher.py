@@ -1,6 +1,7 @@
 """A dispatcher that answers from a script, and a tiny model directory, for tests of the HTTP front."""
 
 import asyncio
+import functools
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +10,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from gateway.turn import Receipt, TurnError
 from gateway.workers.protocol import Done, Finished, Started, TokenLogprob, Tokens, WorkerInfo
-from prefix_cache.hashing import unpack_tokens
+from prefix_cache.hashing import pack_tokens, unpack_tokens
+from sessions.ledger import common_tokens
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
@@ -64,10 +66,14 @@ class FakeGeneration:
     closed: bool = False
     taken: int = 0
 
-    @property
+    @functools.cached_property
     def cached(self):
-        """The last token of a prompt is always computed; a script that says ALL leaves it at that."""
-        return self.script.cached if self.script.cached < ALL else self.request["prompt"].num_tokens - 1
+        """For a script that says ALL what was computed before; the last token always is computed anew."""
+        if self.script.cached < ALL:
+            return self.script.cached
+        prompt = self.request["prompt"]
+        shared = max((common_tokens(one, prompt.packed_token_ids) for one in self.dispatcher.computed), default=0)
+        return min(shared, prompt.num_tokens - 1)
 
     async def started(self):
         if self.script.gate is not None:
@@ -82,6 +88,8 @@ class FakeGeneration:
         limit = sampling.max_tokens if sampling.max_tokens is not None else 10**9
         cut_short = len(ids) + 1 > limit
         ids = [*ids, eos][:limit]
+        if self.dispatcher.remembers:
+            self.dispatcher.computed.append(self.request["prompt"].packed_token_ids + pack_tokens(ids))
         stop = next((text for text in sampling.stop if text in self.script.text), None)
         for start in range(0, len(ids), self.script.cut):
             if self.script.pause is not None and self.script.pause[0] <= start:
@@ -117,6 +125,8 @@ class FakeDispatcher:
         self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
         self.script = Script()
         self.requests: list[dict] = []
+        self.remembers = False
+        self.computed: list[bytes] = []
         self.superseded: list[tuple[str, bytes]] = []
         self.retained: list[tuple[str, object]] = []
         self.generations: list[FakeGeneration] = []

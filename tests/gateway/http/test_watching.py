@@ -9,6 +9,7 @@ from gateway_harness import run_gateway
 
 from gateway.turn import Receipt
 from gateway.watching.config import MissesConfig
+from sessions.codec import decode_record, encode_record
 
 CHAT = "/v1/chat/completions"
 SYSTEM = "You look after a warehouse. Today is {}. Be brief, and say what you do not know."
@@ -25,12 +26,14 @@ class Agent:
     def __init__(self, gateway, headers=SESSION):
         self.gateway = gateway
         self.headers = dict(headers)
+        gateway.dispatcher.remembers = True
         self.messages = [{"role": "system", "content": SYSTEM.format("2026-11-30")}]
         self.answered = None
 
-    async def say(self, text, *, cached=ALL, answer="Fine.", worker="replica-0", status=200, **fields):
+    async def say(self, text, *, cached=ALL, answer="Fine.", worker="replica-0", instance="", status=200, **fields):
         self.gateway.dispatcher.script = Script(answer, cached=cached)
         self.gateway.dispatcher.worker = worker
+        self.gateway.dispatcher.instance = instance
         self.messages.append({"role": "user", "content": text})
         async with self.gateway.post(CHAT, {"messages": self.messages, **fields}, headers=self.headers) as response:
             body = await response.json()
@@ -54,7 +57,8 @@ def chosen_worker(monkeypatch):
     created = FakeGeneration.__init__
 
     def init(self, dispatcher, script, request):
-        created(self, dispatcher, script, request, Receipt(getattr(dispatcher, "worker", "replica-0"), "prefix", 0, 1))
+        where = getattr(dispatcher, "worker", "replica-0"), "prefix", 0, 1, getattr(dispatcher, "instance", "")
+        created(self, dispatcher, script, request, Receipt(*where))
 
     monkeypatch.setattr(FakeGeneration, "__init__", init)
 
@@ -108,7 +112,6 @@ async def test_a_time_at_the_top_of_the_prompt(gateway):
         ("history_edited", "messages[1].content", lambda m: m[1].update(content="something else entirely, and long")),
         ("counter", "messages[1].content", lambda m: m[1].update(content="take 2: how many bolts are left over?")),
         ("system_changed", "messages[0].content", lambda m: m[0].update(content="You are somebody else now. " * 3)),
-        ("truncated", "messages[2]", lambda m: m.__delitem__(slice(2, None))),
     ],
 )
 async def test_histories_that_change(gateway, cause, path, change):
@@ -116,12 +119,33 @@ async def test_histories_that_change(gateway, cause, path, change):
     await agent.say("take 1: how many bolts are left over?")
     await agent.say("and nuts, of which there should be many more?")
     change(agent.messages)
-    if cause != "truncated":
-        header = await agent.say("well?")
-    else:
-        last = agent.messages.pop()
-        header = await agent.say(last["content"])
+    header = await agent.say("well?")
     assert header.split("; ")[:2] == [cause, f"path={path}"]
+
+
+async def test_what_nobody_computes_again_is_not_lost(gateway):
+    """The end of a conversation that is dropped, and a branch that the worker still has."""
+    agent = Agent(gateway)
+    await agent.say("one")
+    await agent.say("two, at some length, so that there is something to lose here")
+    whole = list(agent.messages)
+    del agent.messages[2:]  # [system, one], as it was sent first
+    agent.messages.pop()
+    assert await agent.say("one") is None
+    assert metric(gateway, "missed_tokens_total", cause="truncated") == 0
+    del agent.messages[1:]
+    assert (await agent.say("one", cached=16)).startswith("evicted; tokens=")  # shorter, and not there any more
+    agent.messages[:] = whole
+    agent.messages[1] = {"role": "user", "content": "another one, which the worker has not seen yet"}
+    header = await agent.say("three")
+    prompt = gateway.dispatcher.prompt_tokens()
+    lost = int(header.split("; ")[2].removeprefix("tokens="))
+    assert 0 < lost <= prompt - gateway.dispatcher.generations[-1].cached
+    agent.messages[:] = whole
+    assert await agent.say("four") is None  # the history is another than the last turn's, and all there
+    assert metric(gateway, "misses_total", cause="history_edited") == 1
+    assert [miss["cause"] for miss in (await agent.misses())["data"]] == ["history_edited", "evicted"]
+    assert metric(gateway, "missed_tokens_total", cause="history_edited") == lost
 
 
 async def test_tools_that_are_added_and_a_stream_that_says_so(gateway):
@@ -144,6 +168,41 @@ async def test_blocks_that_were_evicted_and_blocks_that_are_elsewhere(gateway):
     assert (elsewhere["worker"], elsewhere["previous_worker"]) == ("replica-1", "replica-0")
     assert (evicted["cause"], evicted["lost_tokens"], evicted["tokens"]) == ("evicted", expected - 16, 16)
     assert "path" not in evicted
+
+
+async def test_names_of_workers_are_their_gateway_s_and_say_nothing_to_another(gateway):
+    """Each of two gateways with replicas of its own has a replica-0; and one that both use may have two names."""
+    agent = Agent(gateway)
+    await agent.say("one", instance="a0")
+    [record] = (await gateway.pipeline.keeper.store.page("", after=None, limit=1)).records
+    assert (record.branches[0].worker, record.branches[0].worker_instance) == ("replica-0", "a0")
+    assert decode_record(encode_record(record)).branches[0].worker_instance == "a0"  # as it crosses to another gateway
+    assert (await agent.say("two", cached=0, instance="b0")).startswith("other_replica; tokens=")
+    assert (await agent.say("three", cached=0, instance="b0", worker="worker-7")).startswith("evicted; tokens=")
+
+
+async def test_a_replica_that_is_lost_in_the_middle_of_a_turn(gateway):
+    """The next turn goes elsewhere, and is told what it lost: what the last answered turn left."""
+    agent = Agent(gateway)
+    await agent.say("one, at some length, so that there is something to lose", instance="a0")
+    left = gateway.dispatcher.prompt_tokens()
+    agent.messages.append({"role": "user", "content": "two"})
+    gateway.dispatcher.script = Script(late_error=RuntimeError("killed"))
+    await gateway.json(CHAT, {"messages": agent.messages}, headers=SESSION, status=500)
+    agent.messages.pop()
+    header = await agent.say("two", cached=16, worker="replica-1", instance="a1")
+    assert header.split("; ")[:2] == ["other_replica", f"tokens={left // 16 * 16 - 16}"]
+    [miss] = (await agent.misses())["data"]
+    assert (miss["worker"], miss["previous_worker"]) == ("replica-1", "replica-0")
+    # One that failed in the middle of an edited history left only what both share.
+    agent.messages[1] = {"role": "user", "content": "another beginning, of the same length as it was before"}
+    await gateway.json(CHAT, {"messages": [*agent.messages, {"role": "user", "content": "x"}]}, headers=SESSION)
+    gateway.dispatcher.script = Script(late_error=RuntimeError("killed"))
+    edited = [agent.messages[0], {"role": "user", "content": "something else, and of a good length too, for all to see"}]
+    await gateway.json(CHAT, {"messages": edited}, headers=SESSION, status=500)
+    shared = len("system\n") + 2 + len(agent.messages[0]["content"]) + len("\nuser\n")
+    agent.messages[:] = edited[:1]
+    assert await agent.say(edited[1]["content"], cached=shared // 16 * 16 - 16) is None
 
 
 async def test_no_text_is_shown_where_excerpts_are_off(tiny_model):
@@ -290,11 +349,12 @@ async def test_what_was_never_computed_was_not_evicted(gateway):
     """A turn whose client left, or that failed, left no blocks behind to be missed."""
     agent = Agent(gateway)
     await agent.say("one")
+    answered = gateway.dispatcher.prompt_tokens() // 16 * 16
     gateway.dispatcher.script = Script(late_error=RuntimeError("boom"))
     failing = [*agent.messages, {"role": "user", "content": "a long question " * 20}]
     await gateway.json(CHAT, {"messages": failing}, headers=SESSION, status=500)
     agent.messages = failing[:-1]
-    assert await agent.say(failing[-1]["content"], cached=64) is None
+    assert await agent.say(failing[-1]["content"], cached=answered) is None
     assert (await agent.say("and now", cached=64)).startswith("evicted; ")
 
 

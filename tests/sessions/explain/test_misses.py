@@ -2,9 +2,11 @@
 
 import tracemalloc
 
+import pytest
+
 from sessions.explain.causes import first_difference
 from sessions.explain.conversation import Conversation
-from sessions.explain.misses import Miss, MissLog, advice_from
+from sessions.explain.misses import Left, Miss, MissLog, Place, advice_from
 
 
 def said(*texts, tools=()):
@@ -20,7 +22,7 @@ def test_a_turn_is_compared_with_the_one_before_and_its_answer():
     log = MissLog(10**6)
     assert log.previous("t", "s") is None
     log.remember("t", "s", said("a"), 0)
-    log.answered("t", "s", {"role": "assistant", "content": "b"})
+    log.answered("t", "s", {"role": "assistant", "content": "b"}, Left(7, Place("w")))
     log.remember("t", "s", said("a", "b", "c"), 2)
     before = log.previous("t", "s")
     assert [message["content"] for message in before.messages] == ["a", "b", "c"]
@@ -36,7 +38,7 @@ def test_a_turn_is_compared_with_the_one_before_and_its_answer():
 
 def test_the_answer_of_a_session_that_was_forgotten_is_nobody_s():
     log = MissLog(10**6)
-    log.answered("t", "s", {"role": "assistant", "content": "b"})
+    log.answered("t", "s", {"role": "assistant", "content": "b"}, Left(7, Place("w")))
     assert len(log) == 0
 
 
@@ -93,3 +95,17 @@ def test_the_bound_is_one_on_real_memory():
         tracemalloc.stop()
     assert log.nbytes <= 4_000_000
     assert taken < 1.5 * log.nbytes
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "other"),
+    [
+        (Place("replica-0", "a"), Place("replica-0", "b"), True),
+        (Place("replica-0", "a"), Place("worker-0", "a"), False),
+        (Place("replica-0"), Place("replica-1", "b"), True),
+        (Place("replica-0"), Place("replica-0", "b"), False),
+        (Place(), Place("replica-0", "b"), False),
+    ],
+)
+def test_workers_are_told_apart_by_their_ids_and_else_by_their_names(one, two, other):
+    assert one.is_other(two) is two.is_other(one) is other
