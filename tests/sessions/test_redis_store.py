@@ -4,6 +4,7 @@ import asyncio
 import logging
 import signal
 import time
+from collections import Counter
 
 import msgspec
 import pytest
@@ -311,14 +312,13 @@ async def test_frozen_for_a_while(gateways, server, caplog):
     await one.put(a_record("s", version=1))
     await until(lambda: not one.unsaved)
     server.signal(signal.SIGSTOP)
-    waited = []
     for version in range(2, 12):
-        started = time.perf_counter()
         assert await one.put(a_record("s", version=version))
         assert (await one.get("t", "s")).version == version
-        waited.append(time.perf_counter() - started)
-    assert sum(waited) < 1.0  # three budgets, and then no more
-    assert max(waited[3:]) < 0.02
+    results = Counter(result for (_, result), count in one.link.calls.items() for _ in range(count))
+    # Three calls wait for their budget; after them nobody does, but for one call now and then that tries.
+    assert results["timeout"] >= 3
+    assert results["skipped"] >= 10 > results["timeout"]
     assert len(warnings(caplog)) == 1
     server.signal(signal.SIGCONT)
     await until(lambda: one.link.up and not one.unsaved)
