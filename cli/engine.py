@@ -190,9 +190,12 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     address: Address = UnixAddress(options["uds"]) if options["uds"] else TCPAddress(options["host"], options["port"])
     load = _simulated(options) if options["simulate"] else _real(options)
     code = _run(load, address, options)
+    from engine.server.run import LOAD_THREAD
+
     sys.stdout.flush()
     sys.stderr.flush()
-    if threading.active_count() > 1:
+    others = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
+    if any(not thread.daemon or thread.name == LOAD_THREAD for thread in others):
         # A grammar that is still being compiled has no one left to wait for it, and a model that is still being loaded would be
         # torn from torch's own code by the interpreter's end, which aborts the process. Nothing stops them but this.
         logging.shutdown()

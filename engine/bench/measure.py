@@ -106,7 +106,7 @@ def measure(
 
         own.times.steps.clear()
         own.times.forward.clear()
-        turns = _Turns(sides, progress, work, repeats)
+        turns = _Turns(sides, progress, work, repeats, budget)
         if work.kind == "decode":
             turns.decode(prompts())
             batch = len(shape)
@@ -132,7 +132,7 @@ def measure(
 class _Turns:
     """One work's turns. The first round warms up and is not kept."""
 
-    def __init__(self, sides: Sequence[Side], progress: Progress, work: Work, repeats: int) -> None:
+    def __init__(self, sides: Sequence[Side], progress: Progress, work: Work, repeats: int, budget: int) -> None:
         self.seconds: dict[str, list[float]] = {side.name: [] for side in sides}
         self.disturbance = 0.0
         self._foreign_seconds = 0.0
@@ -140,6 +140,7 @@ class _Turns:
         self._progress = progress
         self._work = work
         self._repeats = repeats
+        self._budget = budget
         self._done = 0
 
     def run(self, prompts: Callable[[], list[list[int]]]) -> None:
@@ -153,8 +154,8 @@ class _Turns:
     def decode(self, prompts: list[list[int]]) -> None:
         """Each side computes the prompts once; then they take turns of `steps` steps."""
         steps = self._work.steps
-        # Peers that work ahead make tokens that nobody asked for.
-        room = steps * (self._repeats + 2) + 16
+        prompt = max(length for length, _ in self._work.requests)
+        room = self._work.room(prompt, 0, self._repeats, self._budget) - prompt
         for side in self._sides:
             self._progress(f"{self._work.name}: {side.name}, prompts", 0, self._total)
             side.begin(prompts, room)

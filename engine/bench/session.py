@@ -125,11 +125,10 @@ def _chosen(works: list[Work], only: str) -> list[Work]:
 
 
 def _engine_config(config: BenchConfig, threads: int, works: Sequence[Work]) -> EngineConfig:
-    blocks = max(
-        sum(-(-_room(work, length, count, config.repeats) // DEFAULT_BLOCK_SIZE) for length, count in work.requests)
-        for work in works
-    )
-    longest = max(_room(work, length, count, config.repeats) for work in works for length, count in work.requests)
+    budget = config.max_num_batched_tokens or EngineConfig(model=config.model).max_num_batched_tokens
+    rooms = [[work.room(length, count, config.repeats, budget) for length, count in work.requests] for work in works]
+    blocks = max(sum(-(-room // DEFAULT_BLOCK_SIZE) for room in row) for row in rooms)
+    longest = max(max(row) for row in rooms)
     given: dict[str, Any] = {}
     known = {known.name for known in dataclasses.fields(EngineConfig)}
     for name, plain in (("quantization", "none"), ("kv_dtype", "auto")):
@@ -150,11 +149,6 @@ def _engine_config(config: BenchConfig, threads: int, works: Sequence[Work]) -> 
         threads=threads,
         **given,
     )
-
-
-def _room(work: Work, prompt: int, tokens: int, repeats: int) -> int:
-    """Tokens that a request comes to at most."""
-    return prompt + (work.steps * (repeats + 2) + 16 if work.kind == "decode" else tokens)
 
 
 def _gguf_bytes(config: BenchConfig) -> int | None:

@@ -97,6 +97,8 @@ class OwnSide:
         made = dict.fromkeys(self._begun, 0)
         began = last = time.perf_counter()
         while min(made.values()) < steps:
+            if not self.engine.has_work():
+                raise RuntimeError(f"a sequence ended before its {steps} steps were made")
             forward = self.engine.forward_seconds
             for name, count in self._made(self.engine.step()).items():
                 made[name] += count

@@ -31,6 +31,14 @@ class Work:
             return prompts
         return generated if generated >= prompts else prompts + generated
 
+    def room(self, prompt: int, tokens: int, repeats: int, budget: int) -> int:
+        """Tokens that a request of (prompt, tokens) comes to at most over a round that warms up and `repeats` more. The first
+        sequences of a decode make tokens while the prompts of the last are computed; peers that work ahead make some more."""
+        if self.kind != "decode":
+            return prompt + tokens
+        waiting = sum(length // min(budget, 256) + 1 for length, _ in self.requests)
+        return prompt + self.steps * (repeats + 2) + waiting + 16
+
     def plan(self, budget: int, turn: int = 0) -> list[Step]:
         """The engine's steps in turn number `turn`, at `budget` tokens a step."""
         if self.kind == "decode":

@@ -26,6 +26,9 @@ ResultT = TypeVar("ResultT")
 
 EXIT_OK, EXIT_ENGINE_FAILED = 0, 3
 
+LOAD_THREAD = "load"
+"""The name of the thread that loads a model. It may outlive `serve`."""
+
 _GRACE = 5.0  # for answers that are under way when the streams have ended
 
 
@@ -170,7 +173,7 @@ def _on_daemon_thread(work: Callable[[], ResultT]) -> asyncio.Future[ResultT]:
         with contextlib.suppress(RuntimeError):  # the loop has gone: the process is exiting
             loop.call_soon_threadsafe(settle, result, error)
 
-    threading.Thread(target=run, name="load", daemon=True).start()
+    threading.Thread(target=run, name=LOAD_THREAD, daemon=True).start()
     return future
 
 

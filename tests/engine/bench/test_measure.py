@@ -6,7 +6,7 @@ import time
 import pytest
 
 from engine.bench.measure import Rate, _Turns
-from engine.bench.works import Work
+from engine.bench.works import Work, standard_works
 
 
 def burn(seconds):
@@ -36,7 +36,7 @@ WORK = Work("short", "run", ((4, 2),))
 
 
 def turns_of(*sides, repeats=2):
-    turns = _Turns(sides, lambda *_: None, WORK, repeats)
+    turns = _Turns(sides, lambda *_: None, WORK, repeats, 512)
     turns.run(lambda: [[1, 2, 3, 4]])
     return turns
 
@@ -63,3 +63,11 @@ def test_a_process_beside_the_sides_is_seen():
 def test_a_rate_has_a_median_and_a_spread():
     rate = Rate((10.0, 30.0, 20.0))
     assert (rate.median, rate.spread) == (20.0, 1.0)
+
+
+@pytest.mark.parametrize("budget", [512, 256, 64])
+def test_a_sequence_has_room_for_what_it_makes_while_others_are_computed(budget):
+    """Else it ends before the turns do."""
+    (work,) = [work for work in standard_works(8192) if work.name == "decode 16 x 4000"]
+    steps = -(-16 * 4000 // min(budget, 256)) + 16  # of the prompts, if each step had to finish the one before
+    assert work.room(4000, 0, 1, budget) >= 4000 + steps + 2 * work.steps
