@@ -8,7 +8,7 @@ import torch
 from variants import load_with_amx
 
 from engine.kernels.cpu.library import load_library
-from engine.kernels.cpu.matrix import Format, Method, has_method, multiply, pack, quantized_format
+from engine.kernels.cpu.matrix import Format, Method, Slabs, has_method, multiply, pack, quantized_format
 from engine.quantization.matrix import QuantizedMatrix
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler on this machine")
@@ -147,3 +147,15 @@ def test_what_cannot_be_multiplied_says_why(library, team):
     shifted = QuantizedMatrix(torch.zeros((2, 96), dtype=torch.uint8), torch.ones((2, 1)), torch.zeros((2, 1)), 8, 96)
     with pytest.raises(ValueError, match="symmetrical"):
         quantized_format(shifted)
+
+
+def test_matrices_in_slabs_lie_apart_and_aligned():
+    slabs = Slabs(4096)
+    taken = [slabs.take(size) for size in (1, 64, 100, 3000, 5000, 10)]  # the fifth needs a slab of its own size
+    for number, room in enumerate(taken):
+        assert room.ctypes.data % 64 == 0
+        assert not room.any()
+        room[:] = number + 1
+    assert [(room.min(), room.max(), room.size) for room in taken] == [
+        (number + 1, number + 1, size) for number, size in enumerate((1, 64, 100, 3000, 5000, 10))
+    ]
