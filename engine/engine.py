@@ -117,7 +117,11 @@ class Engine:
             vocab_size=spec.vocab_size,
             max_concurrency=config.max_num_seqs,
             capabilities=Capabilities(
-                grammars=grammars is not None, kv_events=config.prefix_caching, retention_hints=True, supersede=True
+                grammars=grammars is not None,
+                kv_events=config.prefix_caching,
+                retention_hints=True,
+                supersede=True,
+                prompt_prefixes=True,
             ),
         )
 

@@ -66,7 +66,9 @@ class SimulatedEngine:
             max_model_len=config.max_model_len,
             vocab_size=config.vocab_size,
             max_concurrency=config.max_num_seqs,
-            capabilities=Capabilities(grammars=config.accept_grammars, logprobs=False, retention_hints=True, supersede=True),
+            capabilities=Capabilities(
+                grammars=config.accept_grammars, logprobs=False, retention_hints=True, supersede=True, prompt_prefixes=True
+            ),
             simulated=True,
         )
         self._order = 0

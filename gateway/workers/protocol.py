@@ -60,10 +60,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ignore_eos: bool = False
 
 
+class PromptPrefix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The beginning of a prompt that the worker was sent before: so many tokens, and the xxh3-128 digest of them, packed."""
+
+    tokens: int
+    digest: bytes
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One prompt. Exactly one of `token_ids` and `packed_token_ids` is given.
 
     `grammar` is the source of a structural tag (JSON text), never a compiled grammar. `priority`: lower goes first.
+    `prefix`: what comes before packed_token_ids, for a worker whose capabilities say `prompt_prefixes`.
     `session` is opaque: the replica uses it in logs and spans, and, within `tenant`, to know who is back (RetentionHint).
     Trace context travels in the traceparent header.
     """
@@ -71,6 +79,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     request_id: str
     token_ids: list[int] | None = None
     packed_token_ids: bytes | None = None
+    prefix: PromptPrefix | None = None
     sampling: SamplingParams = SamplingParams()
     grammar: str | None = None
     priority: int = 0
@@ -232,6 +241,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     logprobs: bool = True
     retention_hints: bool = False
     supersede: bool = False
+    prompt_prefixes: bool = False
 
 
 class StartupSeconds(msgspec.Struct, frozen=True):

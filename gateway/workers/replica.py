@@ -31,6 +31,7 @@ from gateway.workers.protocol import (
     WorkerInfo,
     WorkerStats,
 )
+from gateway.workers.sent_prompts import SentPrompts
 from prefix_cache.events import KVMessage
 
 T = TypeVar("T")
@@ -61,13 +62,17 @@ class ReplicaClient:
         self._accept_timeout = accept_timeout
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
+        self._takes_prefixes = False
+        self._sent = SentPrompts()
 
     @property
     def url(self) -> str:
         return self._url
 
     async def info(self) -> WorkerInfo:
-        return await self._get("/v1/info", WorkerInfo)
+        info = await self._get("/v1/info", WorkerInfo)
+        self._takes_prefixes = info.capabilities.prompt_prefixes
+        return info
 
     async def stats(self) -> WorkerStats:
         return await self._get("/v1/stats", WorkerStats)
@@ -94,6 +99,19 @@ class ReplicaClient:
             return (await _decode(response, RetainReply)).waiting
 
     async def generate(self, request: GenerateRequest, headers: Mapping[str, str]) -> ChunkStream:
+        short = self._sent.shortened(request) if self._takes_prefixes else request
+        try:
+            stream = await self._generate(short, headers)
+        except WorkerRefusedError as error:
+            if short is request or error.detail.code != "unknown_prefix":
+                raise
+            self._sent.forgotten(request)
+            stream = await self._generate(request, headers)
+        if self._takes_prefixes:
+            self._sent.accepted(request)
+        return stream
+
+    async def _generate(self, request: GenerateRequest, headers: Mapping[str, str]) -> ChunkStream:
         body = msgspec.msgpack.encode(request)
         sent = {**headers, "Content-Type": "application/msgpack"}
         try:
