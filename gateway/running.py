@@ -29,6 +29,9 @@ class Usage:
 
 async def close_all(generations: Sequence[Generation]) -> None:
     """Ends all of them, whatever becomes of one; then raises what went wrong first."""
+    if len(generations) == 1:
+        await generations[0].aclose()
+        return
     results = await asyncio.gather(*(generation.aclose() for generation in generations), return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):

@@ -23,7 +23,7 @@ class PromptMemory:
         self._prompts: OrderedDict[bytes, bytes] = OrderedDict()
 
     @property
-    def bytes(self) -> int:
+    def held_bytes(self) -> int:
         """Held now."""
         return self._bytes
 

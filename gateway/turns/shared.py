@@ -246,7 +246,11 @@ class SharedTurn:
             tasks.append(self._pumping)
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if not all(task.done() for task in tasks):
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for task in tasks:
+            if not task.cancelled():
+                task.exception()  # seen: its readers have raised it
         if self._source is not None:
             await self._source.aclose()
         if not self._starting.cancelled() and self._starting.exception() is None:

@@ -2,8 +2,8 @@
 
 An agent's turn begins with all of the one before. At 100,000 tokens that is 400 kB, which cost both sides more than the rest
 of the exchange. A worker that remembers prompts (`Capabilities.prompt_prefixes`) is given the digest of the beginning instead,
-and says `unknown_prefix` when it has forgotten; then it is sent whole. The digest stands for the very bytes, so nothing hangs on
-both sides remembering the same.
+and says `unknown_prefix` when it has forgotten; then it is sent whole. The digest stands for the very bytes, so nothing hangs
+on both sides remembering the same.
 """
 
 from __future__ import annotations

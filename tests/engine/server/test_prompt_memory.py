@@ -37,7 +37,7 @@ def test_a_turn_that_goes_on_sends_what_is_new():
     assert short.packed_token_ids == tokens(LONG + 10)[4 * LONG :]
     assert short.prefix == PromptPrefix(LONG, xxhash.xxh3_128_digest(tokens(LONG)))
     assert memory.whole(short) == second
-    assert (len(memory), memory.bytes) == (1, 4 * (LONG + 10))
+    assert (len(memory), memory.held_bytes) == (1, 4 * (LONG + 10))
 
 
 def test_what_is_not_remembered_is_refused_and_changes_nothing():
@@ -48,7 +48,7 @@ def test_what_is_not_remembered_is_refused_and_changes_nothing():
         with pytest.raises(RequestRefused) as refused:
             memory.whole(request(tokens(3), prefix=prefix))
         assert refused.value.code == "unknown_prefix"
-    assert (len(memory), memory.bytes) == (1, 4 * LONG)
+    assert (len(memory), memory.held_bytes) == (1, 4 * LONG)
     assert memory.whole(request(b"", prefix=PromptPrefix(LONG, known))).packed_token_ids == tokens(LONG)
     with pytest.raises(RequestRefused, match="goes with packed_token_ids"):
         memory.whole(GenerateRequest(request_id="r", token_ids=[1], prefix=PromptPrefix(LONG, known)))
@@ -68,7 +68,7 @@ def test_both_are_bounded():
         one = request(tokens(LONG, seed=number), session=str(number))
         memory.whole(one)
         sent.accepted(one)
-    assert (len(memory), memory.bytes, len(sent)) == (3, 4 * LONG * 3, 5)
+    assert (len(memory), memory.held_bytes, len(sent)) == (3, 4 * LONG * 3, 5)
     memory.whole(request(tokens(4 * LONG)))
     assert len(memory) == 3
 
@@ -101,7 +101,7 @@ def test_whatever_is_forgotten_the_worker_computes_the_very_prompt(plan, room):
         assert arrived == whole
         sent.accepted(whole)
         prompts[(session, tenant)] = packed
-        assert memory.bytes <= 4 * LONG * room
+        assert memory.held_bytes <= 4 * LONG * room
 
 
 async def test_over_sockets_a_replica_that_forgot_is_sent_the_whole_prompt():
