@@ -55,6 +55,18 @@ class GatewayMetrics:
         self.worker_failures = counter(
             "worker_failures", "Requests that a worker failed before its first chunk; they were tried elsewhere", "worker"
         )
+        self.streams_resumed = counter(
+            "streams_resumed", "Generations that lost this worker after they had started and went on on another", "worker"
+        )
+        self.streams_lost = counter(
+            "streams_lost", "Generations that ended with an error because this worker was lost or failed them", "worker"
+        )
+        self.resume_seconds = Histogram(
+            prefix + "resume_seconds",
+            "Time from the loss of a worker until another had accepted what it left",
+            buckets=FIRST_TOKEN_BUCKETS,
+            registry=self.registry,
+        )
         self.misses = counter("misses", "Turns that reused less than their predecessors left, by cause", "cause")
         self.missed_tokens = counter("missed_tokens", "Tokens that such turns had computed again, by cause", "cause")
         self.attached = counter(
