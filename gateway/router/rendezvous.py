@@ -1,8 +1,8 @@
 """Rendezvous hashing (Thaler, Ravishankar 1996): gateways that see the same workers agree where a session belongs, with nothing
 shared between them, and a worker that goes moves its own sessions only.
 
-A session is known by tenant and name; one without a name by the last full block of its first prompt, so that a first turn that is
-tried again at another gateway goes where it went before. Later turns of it are found by residency. Workers are known by their
+A session is known by tenant and name; one without a name by the last full block of its first prompt, so that a first turn that
+is tried again at another gateway goes where it went before. Its later turns are found by residency. Workers are known by their
 instance, which they tell every gateway alike; names are each gateway's own.
 """
 
