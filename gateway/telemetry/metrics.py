@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter as Count
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -13,6 +14,9 @@ from gateway.telemetry.stages import StageTimes
 from gateway.workers.views import WorkerView
 from sessions.shared import SharedSessions
 from sessions.store import StoreStats
+
+if TYPE_CHECKING:
+    from gateway.server import HttpServer
 
 # Buckets of gen_ai.server.request.duration, .time_to_first_token and .time_per_output_token, in seconds.
 DURATION_BUCKETS = tuple(0.01 * 2**power for power in range(14))
@@ -108,6 +112,10 @@ class GatewayMetrics:
         """Where to find the sessions when somebody scrapes. Call once."""
         self.registry.register(_SessionsCollector(stats))
 
+    def watch_connections(self, server: HttpServer) -> None:
+        """Where to find the connections when somebody scrapes. Call once."""
+        self.registry.register(_ConnectionsCollector(server))
+
     def watch_shared_sessions(self, shared: SharedSessions) -> None:
         """Where to find how it goes with Redis when somebody scrapes. Call once."""
         self.registry.register(_SharedCollector(shared))
@@ -169,6 +177,26 @@ class _PoolCollector(Collector):
                 if value is not None:
                     family.add_metric((view.name,), value)
             yield family
+
+
+class _ConnectionsCollector(Collector):
+    def __init__(self, server: HttpServer) -> None:
+        self._server = server
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        connections, prefix = self._server.connections, "turnkeep_gateway_"
+        if connections is None:
+            return
+        yield GaugeMetricFamily(prefix + "connections", "Connections that clients have open", value=len(connections))
+        family = CounterMetricFamily(
+            prefix + "connections_closed", "Connections that the gateway did not want, by why", labels=("reason",)
+        )
+        for reason in ("refused", "evicted", "slow"):
+            family.add_metric((reason,), getattr(connections, reason))
+        yield family
 
 
 class _StagesCollector(Collector):

@@ -21,6 +21,7 @@ from sessions.shared import SharedSessions
 from sessions.store import StoreStats
 
 if TYPE_CHECKING:
+    from gateway.server import HttpServer
     from gateway.telemetry.spans import OpenSpan, Tracing
 
 Operation = Literal["chat", "text_completion"]
@@ -207,6 +208,10 @@ class Telemetry:
     def watch_pool(self, workers: Callable[[], Sequence[WorkerView]]) -> None:
         """Where the metrics find the workers. Call once."""
         self.metrics.watch_pool(workers)
+
+    def watch_connections(self, server: HttpServer) -> None:
+        """Where the metrics find the connections. Call once."""
+        self.metrics.watch_connections(server)
 
     def watch_sessions(self, stats: Callable[[], StoreStats]) -> None:
         """Where the metrics find the sessions' store. Call once."""
