@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter as Count
 from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -14,6 +14,9 @@ from gateway.telemetry.stages import StageTimes
 from gateway.workers.views import WorkerView
 from sessions.shared import SharedSessions
 from sessions.store import StoreStats
+
+if TYPE_CHECKING:
+    from gateway.server import HttpServer
 
 # Buckets of gen_ai.server.request.duration, .time_to_first_token and .time_per_output_token, in seconds.
 DURATION_BUCKETS = tuple(0.01 * 2**power for power in range(14))
@@ -74,6 +77,18 @@ class GatewayMetrics:
         self.worker_failures = counter(
             "worker_failures", "Requests that a worker failed before its first chunk; they were tried elsewhere", "worker"
         )
+        self.streams_resumed = counter(
+            "streams_resumed", "Generations that lost this worker after they had started and went on on another", "worker"
+        )
+        self.streams_lost = counter(
+            "streams_lost", "Generations that ended with an error because this worker was lost or failed them", "worker"
+        )
+        self.resume_seconds = Histogram(
+            prefix + "resume_seconds",
+            "Time from the loss of a worker until another had accepted what it left",
+            buckets=FIRST_TOKEN_BUCKETS,
+            registry=self.registry,
+        )
         self.misses = counter("misses", "Turns that reused less than their predecessors left, by cause", "cause")
         self.missed_tokens = counter("missed_tokens", "Tokens that such turns had computed again, by cause", "cause")
         self.attached = counter(
@@ -116,6 +131,10 @@ class GatewayMetrics:
     def watch_sessions(self, stats: Callable[[], StoreStats]) -> None:
         """Where to find the sessions when somebody scrapes. Call once."""
         self.registry.register(_SessionsCollector(stats))
+
+    def watch_connections(self, server: HttpServer) -> None:
+        """Where to find the connections when somebody scrapes. Call once."""
+        self.registry.register(_ConnectionsCollector(server))
 
     def watch_shared_sessions(self, shared: SharedSessions) -> None:
         """Where to find how it goes with Redis when somebody scrapes. Call once."""
@@ -178,6 +197,26 @@ class _PoolCollector(Collector):
                 if value is not None:
                     family.add_metric((view.name,), value)
             yield family
+
+
+class _ConnectionsCollector(Collector):
+    def __init__(self, server: HttpServer) -> None:
+        self._server = server
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        connections, prefix = self._server.connections, "turnkeep_gateway_"
+        if connections is None:
+            return
+        yield GaugeMetricFamily(prefix + "connections", "Connections that clients have open", value=len(connections))
+        family = CounterMetricFamily(
+            prefix + "connections_closed", "Connections that the gateway did not want, by why", labels=("reason",)
+        )
+        for reason in ("refused", "evicted", "slow"):
+            family.add_metric((reason,), getattr(connections, reason))
+        yield family
 
 
 class _StagesCollector(Collector):

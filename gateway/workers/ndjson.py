@@ -9,6 +9,7 @@ import aiohttp
 import msgspec
 
 from gateway.workers.base import WorkerUnavailableError
+from gateway.workers.transport import describe
 
 T = TypeVar("T")
 MAX_LINE_BYTES = 64 * 2**20
@@ -83,8 +84,3 @@ class NdjsonStream(Generic[T]):
     def release(self) -> None:
         """Gives the connection back; it is dropped unless the body has ended."""
         self._response.release()
-
-
-def describe(error: BaseException) -> str:
-    """An error of the transport in words; some have an empty message."""
-    return str(error) or type(error).__name__

@@ -67,6 +67,14 @@ class PromptPrefix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest: bytes
 
 
+class ResumedChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How far a choice came on another worker: the ids it generated there, packed as little-endian uint32. `finished`: it has
+    ended there, and nothing more is generated for it; its ids may be left out."""
+
+    packed_token_ids: bytes = b""
+    finished: bool = False
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One prompt. Exactly one of `token_ids` and `packed_token_ids` is given.
 
@@ -74,6 +82,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     `prefix`: what comes before packed_token_ids, for a worker whose capabilities say `prompt_prefixes`.
     `session` is opaque: the replica uses it in logs and spans, and, within `tenant`, to know who is back (RetentionHint).
     Trace context travels in the traceparent header.
+
+    `resume`: empty, or one for each choice of a request that another worker began. The generation goes on from there as if it
+    had been here all the time: `sampling` is that of the whole (its seed given, unless it is greedy), and only what is new
+    is sent and counted.
     """
 
     request_id: str
@@ -86,6 +98,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     session: str | None = None
     tenant: str = ""
     cache_salt: str | None = None
+    resume: tuple[ResumedChoice, ...] = ()
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -242,6 +255,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     retention_hints: bool = False
     supersede: bool = False
     prompt_prefixes: bool = False
+    resume: bool = False
 
 
 class StartupSeconds(msgspec.Struct, frozen=True):
