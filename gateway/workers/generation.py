@@ -159,6 +159,12 @@ class PooledGeneration:
                 chunk = await anext(stream)
                 if isinstance(chunk, Failed) and chunk.code in _WORKER_IS_GOING:
                     raise WorkerUnavailableError(f"worker {attempt.member.name}: {chunk.message}", reached=True, busy=True)
+            except WorkerRefusedError as error:
+                # Looked at only after it was accepted: vLLM does so.
+                self._attempt = None
+                attempt.abandon()
+                attempt.member.succeeded()
+                raise _refusal(error) from error
             except WorkerUnavailableError as error:
                 if self._closed:
                     raise _closed_error() from error
@@ -169,6 +175,10 @@ class PooledGeneration:
                 # Ended while it was still queued.
                 self._unread = chunk
                 chunk = Started(self._prompt_tokens, 0, 0.0)
+            if not chunk.cached_known:
+                # Until the worker says at the end, what the router expected is the best guess.
+                guess = min(attempt.route.receipt.matched_tokens, self._prompt_tokens)
+                chunk = msgspec.structs.replace(chunk, cached_tokens=guess)
             attempt.started(chunk)
             self._started = chunk
         return self._started
