@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from gateway.choices import ChoiceDecoder, ChoiceState, TurnEvent
-from gateway.turn import Generation, Receipt, TurnError
+from gateway.turn import Generation, Migration, Receipt, TurnError
 from gateway.workers.protocol import Chunk, Done, Finished, Tokens
 
 _AHEAD = 16
@@ -29,6 +29,9 @@ class Usage:
 
 async def close_all(generations: Sequence[Generation]) -> None:
     """Ends all of them, whatever becomes of one; then raises what went wrong first."""
+    if len(generations) == 1:
+        await generations[0].aclose()
+        return
     results = await asyncio.gather(*(generation.aclose() for generation in generations), return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
@@ -49,7 +52,7 @@ class RunningTurn:
         self._seconds = [(0.0, 0.0)] * len(generations)
         self._cached_known = [True] * len(generations)
         self._closing: asyncio.Future[None] | None = None
-        self._released: tuple[tuple[Receipt, ...], tuple[ChoiceState, ...]] | None = None
+        self._released: tuple[tuple[Receipt, ...], tuple[ChoiceState, ...], tuple[Migration, ...]] | None = None
 
     @property
     def receipts(self) -> tuple[Receipt, ...]:
@@ -57,6 +60,13 @@ class RunningTurn:
         if self._released is not None:
             return self._released[0]
         return tuple(generation.receipt for generation in self._generations)
+
+    @property
+    def migrations(self) -> tuple[Migration, ...]:
+        """How generations changed workers after they had started, prompt by prompt."""
+        if self._released is not None:
+            return self._released[2]
+        return tuple(migration for generation in self._generations for migration in generation.migrations)
 
     @property
     def workers(self) -> str:
@@ -93,7 +103,7 @@ class RunningTurn:
 
     def release(self) -> None:
         """After the end: keeps what was said, where, and at what cost; prompts, connections and parsers go."""
-        self._released = (self.receipts, self.choices)
+        self._released = (self.receipts, self.choices, self.migrations)
         self._generations, self._decoders = (), ()
 
     async def started(self) -> None:

@@ -162,6 +162,9 @@ class TurnEndpoint:
             self._conclude(arrival, turn, model, answer, outcome, failure, tell=tell)
             if begun is not None and begun.watched is not None and begun.watched.miss is not None:
                 span.missed(begun.watched.miss)
+            if outcome.running is not None and joined is not None and joined.how is None:
+                for migration in outcome.running.migrations:
+                    span.migrated(migration)
             if failure is None and outcome.running is not None:
                 usage = outcome.running.usage
                 span.finished(
@@ -249,13 +252,16 @@ class TurnEndpoint:
         seen = False
         while True:
             if await reader.wait(max(0.0, interval - stream.idle)):
-                event = reader.take()
+                frames: list[bytes] = []
+                while reader.ready and (event := reader.take()) is not None:
+                    if not seen and _has_tokens(event):
+                        seen = True
+                        first_token()
+                    frames.append(answer.event(event))
+                # What came at once goes at once.
+                await stream.send(b"".join(frames))
                 if event is None:
                     return
-                if not seen and _has_tokens(event):
-                    seen = True
-                    first_token()
-                await stream.send(answer.event(event))
             if stream.idle >= interval:
                 await stream.send(PING)
 
@@ -300,7 +306,7 @@ class TurnEndpoint:
         if tell:
             self._pipeline.tell(record)
         log.info(
-            "%s %s request=%s session=%s status=%d worker=%s prompt=%d cached=%d generated=%d seconds=%.3f%s",
+            "%s %s request=%s session=%s status=%d worker=%s prompt=%d cached=%d generated=%d seconds=%.3f%s%s",
             record.dialect,
             record.request_id,
             arrival.request_id,
@@ -311,6 +317,7 @@ class TurnEndpoint:
             record.cached_tokens,
             record.completion_tokens,
             duration,
+            f" resumed={len(running.migrations)}" if running is not None and running.migrations else "",
             f" error={record.error!r}" if record.error else "",
         )
 

@@ -139,8 +139,13 @@ class Member:
         """A request goes out."""
         self.breaker.sent(self._clock())
 
-    def succeeded(self) -> None:
+    def began(self) -> None:
         """It began to answer a request."""
+        self.heard()
+        self.breaker.began()
+
+    def succeeded(self) -> None:
+        """It did what it was asked."""
         self.heard()
         self.breaker.succeeded()
 

@@ -161,6 +161,15 @@ class WorkerPool:
                 self._changed.clear()
                 await self._changed.wait()
 
+    async def wait_changed(self, timeout: float) -> None:
+        """Waits until a worker has come, gone, or changed its state, for `timeout` seconds at most."""
+        self._changed.clear()
+        try:
+            async with asyncio.timeout(timeout):
+                await self._changed.wait()
+        except TimeoutError:
+            pass
+
     # A member's watcher
 
     def admits(self, member: Member, info: WorkerInfo) -> str | None:

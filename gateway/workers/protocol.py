@@ -60,17 +60,38 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ignore_eos: bool = False
 
 
+class PromptPrefix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The beginning of a prompt that the worker was sent before: so many tokens, and the xxh3-128 digest of them, packed."""
+
+    tokens: int
+    digest: bytes
+
+
+class ResumedChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How far a choice came on another worker: the ids it generated there, packed as little-endian uint32. `finished`: it has
+    ended there, and nothing more is generated for it; its ids may be left out."""
+
+    packed_token_ids: bytes = b""
+    finished: bool = False
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One prompt. Exactly one of `token_ids` and `packed_token_ids` is given.
 
     `grammar` is the source of a structural tag (JSON text), never a compiled grammar. `priority`: lower goes first.
+    `prefix`: what comes before packed_token_ids, for a worker whose capabilities say `prompt_prefixes`.
     `session` is opaque: the replica uses it in logs and spans, and, within `tenant`, to know who is back (RetentionHint).
     Trace context travels in the traceparent header. `model`: one of the worker's `adapters`; None: its model.
+
+    `resume`: empty, or one for each choice of a request that another worker began. The generation goes on from there as if it
+    had been here all the time: `sampling` is that of the whole (its seed given, unless it is greedy), and only what is new
+    is sent and counted.
     """
 
     request_id: str
     token_ids: list[int] | None = None
     packed_token_ids: bytes | None = None
+    prefix: PromptPrefix | None = None
     sampling: SamplingParams = SamplingParams()
     grammar: str | None = None
     priority: int = 0
@@ -78,6 +99,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     tenant: str = ""
     cache_salt: str | None = None
     model: str | None = None
+    resume: tuple[ResumedChoice, ...] = ()
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -237,6 +259,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     logprobs: bool = True
     retention_hints: bool = False
     supersede: bool = False
+    prompt_prefixes: bool = False
+    resume: bool = False
 
 
 class StartupSeconds(msgspec.Struct, frozen=True):

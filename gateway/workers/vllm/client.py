@@ -9,7 +9,6 @@ import aiohttp
 import msgspec
 
 from gateway.workers.base import ChunkStream, WorkerRefusedError, WorkerUnavailableError
-from gateway.workers.checked import CheckedStream, room_for
 from gateway.workers.foreign import foreign_namespace
 from gateway.workers.protocol import (
     PROTOCOL_VERSION,
@@ -129,7 +128,8 @@ class VllmClient:
         if info is None or self._base_model is None:
             raise WorkerUnavailableError(f"worker {self.url} was not asked yet what it serves", reached=True)
         ids = prompt_ids(request)
-        max_tokens = room_for(request, len(ids), info.max_model_len)
+        room = max(info.max_model_len - len(ids), 0)
+        max_tokens = room if request.sampling.max_tokens is None else min(request.sampling.max_tokens, room)
         # vLLM refuses several choices of one greedy answer, which are all the same.
         copies = request.sampling.n if request.sampling.temperature == 0 else 1
         body = completion_body(request, ids, request.model or self._base_model, max_tokens, request.sampling.n // copies)
@@ -137,10 +137,7 @@ class VllmClient:
         if response.status == 200:
             if not response.content_type.startswith("text/event-stream"):
                 raise await self._not_a_stream(response)
-            stream = CompletionStream(response, self.url, ids, copies=copies)
-            return CheckedStream(
-                stream, self.url, choices=request.sampling.n, max_tokens=max_tokens, vocab_size=info.vocab_size
-            )
+            return CompletionStream(response, self.url, ids, copies=copies)
         try:
             async with asyncio.timeout(self._http.patience.reply):
                 raise await self._as_error(response)
