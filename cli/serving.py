@@ -138,7 +138,7 @@ async def open_gateway(plan: ServePlan, *, forward: Callable[[str, str], None] =
             observers.append(recorder)
         telemetry = Telemetry(plan.telemetry)
         stack.push_async_callback(telemetry.aclose)
-        dispatcher = await stack.enter_async_context(PoolDispatcher(plan.pool, telemetry))
+        dispatcher = await stack.enter_async_context(PoolDispatcher(plan.pool, telemetry, admission=plan.gateway.admission))
 
         def up(replica: ReplicaUp) -> None:
             dispatcher.add_worker(replica.name, replica.url)
@@ -163,7 +163,15 @@ async def open_gateway(plan: ServePlan, *, forward: Callable[[str, str], None] =
         )
         if shared is not None:
             shared.share_gaps(pipeline.watch.gaps.model, plan.gateway.gaps)
-        apps = make_apps(plan.gateway, pipeline, reasons=reasons, workers=dispatcher.workers)
+        apps = make_apps(
+            plan.gateway,
+            pipeline,
+            reasons=reasons,
+            workers=dispatcher.workers,
+            rooms=dispatcher.rooms,
+            shared_limits=shared.link if shared is not None else None,
+        )
+        dispatcher.when_freed(apps.admission.freed)
         server = HttpServer(apps.public, plan.gateway.http)
         telemetry.watch_connections(server)
         auth = plan.gateway.auth

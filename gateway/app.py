@@ -10,10 +10,16 @@ from typing import NamedTuple
 import orjson
 from aiohttp import web
 
+from gateway.admission.buckets import Buckets
+from gateway.admission.controller import Admission
+from gateway.admission.gate import Gate
+from gateway.admission.limits import RateLimits
+from gateway.admission.rooms import Rooms
+from gateway.admission.shared_buckets import SharedBuckets
 from gateway.apis.administration import AdminRoutes, Workers
 from gateway.apis.arrivals import Arrivals
 from gateway.apis.endpoint import TurnEndpoint
-from gateway.apis.headers import KNOWN_AS, REQUEST_ID, request_id
+from gateway.apis.headers import KNOWN_AS, LIMITS, REQUEST_ID, request_id
 from gateway.apis.openai.errors import error_body
 from gateway.apis.openai.routes import OpenAIRoutes
 from gateway.apis.sessions import SessionRoutes
@@ -24,6 +30,7 @@ from gateway.cors import allow_origins, mark
 from gateway.pipeline import Pipeline
 from gateway.turn import TurnError
 from gateway.turns.registry import TurnRegistry
+from sessions.redis_link import RedisLink
 
 log = logging.getLogger(__name__)
 
@@ -33,26 +40,39 @@ ReadyReasons = Callable[[], Sequence[str]]
 
 
 class Applications(NamedTuple):
-    """What is served: to everybody, and on the port for administration."""
+    """What is served: to everybody, and on the port for administration; and what lets turns in."""
 
     public: web.Application
     administration: web.Application
+    admission: Admission
 
 
 def make_apps(
-    config: GatewayConfig, pipeline: Pipeline, *, reasons: ReadyReasons = tuple, workers: Workers = tuple
+    config: GatewayConfig,
+    pipeline: Pipeline,
+    *,
+    reasons: ReadyReasons = tuple,
+    workers: Workers = tuple,
+    rooms: Rooms = lambda model: (),
+    shared_limits: RedisLink | None = None,
 ) -> Applications:
     """The applications. Serve them with `gateway.server.HttpServer`, which cancels a handler when its client leaves; the public
-    one always, as it owns what both use. Raises ValueError for keys that cannot be used."""
+    one always, as it owns what both use. `rooms`: what workers can take; without it every turn begins at once.
+    `shared_limits`: where gateways count together what keys use. Raises ValueError for keys that cannot be used."""
     # Bodies are bounded while they are read (gateway.apis.bodies), in the caller's dialect.
     app = web.Application(middlewares=[allow_origins(config.http.cors_origins), _answer_errors], client_max_size=0)
     keys = ApiKeys(config.auth)
-    arrivals = Arrivals(config, keys, pipeline.telemetry.stages)
-    endpoint = TurnEndpoint(pipeline, config.http, TurnRegistry(config.turns))
+    buckets = Buckets()
+    limits = RateLimits(buckets, SharedBuckets(shared_limits, buckets) if shared_limits is not None else None)
+    admission = Admission(config.admission, rooms)
+    gate = Gate(admission, limits)
+    pipeline.telemetry.watch_admission(admission, limits)
+    arrivals = Arrivals(config, keys, limits, pipeline.telemetry.stages)
+    endpoint = TurnEndpoint(pipeline, config.http, TurnRegistry(config.turns), gate)
     OpenAIRoutes(pipeline, endpoint, arrivals, config.http).add_to(app.router)
     administration = web.Application(middlewares=[_answer_errors], client_max_size=0)
     administration[ADMINISTRATION] = True
-    admin = AdminRoutes(arrivals, keys, pipeline.telemetry, workers)
+    admin = AdminRoutes(arrivals, keys, pipeline.telemetry, workers, admission)
     for each in (app, administration):
         # Administrators look at what tenants see, too.
         WatchRoutes(pipeline, arrivals).add_to(each.router)
@@ -60,9 +80,10 @@ def make_apps(
         _Probes(pipeline, reasons).add_to(each.router)
         admin.add_to(each.router)
     app.on_response_prepare.append(mark)
+    app.on_response_prepare.append(_say_limits)
     app.cleanup_ctx.append(keys.follow)
-    app.on_cleanup.append(_closing(pipeline))
-    return Applications(app, administration)
+    app.on_cleanup.append(_closing(pipeline, gate))
+    return Applications(app, administration, admission)
 
 
 def make_app(config: GatewayConfig, pipeline: Pipeline, *, reasons: ReadyReasons = tuple) -> web.Application:
@@ -140,8 +161,13 @@ def _from_aiohttp(request: web.Request, error: web.HTTPException) -> TurnError:
     return TurnError(error.status, "invalid_request", f"{error.reason}.")
 
 
-def _closing(pipeline: Pipeline) -> Callable[[web.Application], Awaitable[None]]:
+async def _say_limits(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers.update(request.get(LIMITS, {}))
+
+
+def _closing(pipeline: Pipeline, gate: Gate) -> Callable[[web.Application], Awaitable[None]]:
     async def close(_app: web.Application) -> None:
+        await gate.aclose()
         pipeline.close()
 
     return close

@@ -12,11 +12,13 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gateway.admission.config import AdmissionConfig
+from gateway.admission.rooms import WorkerRoom, blocks_needed, reserved_output, room_of
 from gateway.router.config import RouterConfig
 from gateway.router.router import Router
 from gateway.telemetry.stages import StageTimes
 from gateway.telemetry.telemetry import Telemetry
-from gateway.turn import Migration, Prompt, SessionRef
+from gateway.turn import Migration, Prompt, SessionRef, TurnError
 from gateway.workers.attempt import Placement
 from gateway.workers.base import Worker, WorkerError
 from gateway.workers.clients import open_client
@@ -82,8 +84,11 @@ class PoolDispatcher:
         *,
         clock: Callable[[], float] = time.monotonic,
         make_client: MakeClient | None = None,
+        admission: AdmissionConfig | None = None,
     ) -> None:
         self._config = config
+        self._admission = admission if admission is not None else AdmissionConfig()
+        self._freed: Callable[[], None] = lambda: None
         self._telemetry = telemetry
         self._stages = telemetry.stages if telemetry is not None else StageTimes()
         self.index = ResidencyIndex(config.router.max_indexed_blocks, config.router.max_predicted_blocks)
@@ -125,6 +130,26 @@ class PoolDispatcher:
         """Every worker, with its state and load."""
         return self.pool.views()
 
+    def when_freed(self, callback: Callable[[], None]) -> None:
+        """`callback` is called whenever a request has ended on a worker. Call once."""
+        self._freed = callback
+
+    def rooms(self, model: str) -> Sequence[WorkerRoom]:
+        """What is left of the workers that may take a turn of a model now (gateway.admission.rooms.Rooms)."""
+        try:
+            members = self.pool.candidates(model, frozenset())
+        except TurnError:
+            return ()
+        for member in members:
+            member.books.freed = self._freed
+        return [room for room in map(self._room, members) if room is not None]
+
+    def _room(self, member: Member) -> WorkerRoom | None:
+        if member.info is None:
+            return None
+        ahead, books = self._admission.ahead, member.books
+        return room_of(member.name, member.info, member.stats, books.blocks, member.load.requests, ahead=ahead)
+
     async def wait_ready(self, count: int, timeout: float | None = None) -> None:
         """Waits until `count` workers are ready. Raises TimeoutError."""
         await self.pool.wait_ready(count, timeout)
@@ -141,7 +166,7 @@ class PoolDispatcher:
         trace_headers: Mapping[str, str],
     ) -> PooledGeneration:
         def place(excluded: set[str], generated: int) -> Placement:
-            return self._place(model, session, prompt, excluded, generated)
+            return self._place(model, session, prompt, sampling, excluded, generated)
 
         generation = PooledGeneration(
             GenerateRequest(
@@ -197,7 +222,9 @@ class PoolDispatcher:
         info = member.info if member is not None else None
         return member.client if member is not None and info is not None and info.capabilities.retention_hints else None
 
-    def _place(self, model: str, session: SessionRef, prompt: Prompt, excluded: set[str], generated: int) -> Placement:
+    def _place(
+        self, model: str, session: SessionRef, prompt: Prompt, sampling: SamplingParams, excluded: set[str], generated: int
+    ) -> Placement:
         """`generated`: tokens that a lost worker made; only one that can go on from them will do."""
         members = {
             member.name: member
@@ -207,6 +234,11 @@ class PoolDispatcher:
         if not members:
             raise self.pool.none_up(model)
         info = next(iter(members.values())).info
+        reserved = prompt.num_tokens + reserved_output(sampling, self._admission.output_reserve)
+        blocks = blocks_needed(reserved, info.block_size if info is not None else 1)
+        # A worker that has no room left is none to choose, unless none has.
+        roomy = {name: member for name, member in members.items() if (room := self._room(member)) and room.takes(blocks)}
+        members = roomy or members
         with self._stages.spent("route"):
             route = self.router.route(
                 digests=prompt.digests,
@@ -216,7 +248,8 @@ class PoolDispatcher:
                 loads=[member.load for member in members.values()],
             )
         member = members[route.receipt.worker]
-        return Placement(member, route, member.books.open(prompt.num_tokens + generated, route.receipt.matched_tokens))
+        lease = member.books.open(prompt.num_tokens + generated, route.receipt.matched_tokens, blocks)
+        return Placement(member, route, lease)
 
     def _retried(self, worker: str) -> None:
         if self._telemetry is not None:

@@ -9,6 +9,7 @@ import msgspec
 import orjson
 from aiohttp import web
 
+from gateway.admission.controller import Admission
 from gateway.apis.arrivals import Arrivals
 from gateway.auth import ApiKeys
 from gateway.telemetry.telemetry import Telemetry
@@ -20,7 +21,8 @@ Workers = Callable[[], Sequence[WorkerView]]
 class AdminRoutes:
     """Every handler begins with `Arrivals.require_admin`; metrics may be open to everybody."""
 
-    def __init__(self, arrivals: Arrivals, keys: ApiKeys, telemetry: Telemetry, workers: Workers) -> None:
+    def __init__(self, arrivals: Arrivals, keys: ApiKeys, telemetry: Telemetry, workers: Workers, admission: Admission) -> None:
+        self._admission = admission
         self._arrivals = arrivals
         self._keys = keys
         self._telemetry = telemetry
@@ -30,6 +32,7 @@ class AdminRoutes:
         """Registers the endpoints."""
         router.add_get("/metrics", self.metrics)
         router.add_get("/workers", self.workers)
+        router.add_get("/admission", self.admission)
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Prometheus text."""
@@ -43,6 +46,20 @@ class AdminRoutes:
         self._arrivals.require_admin(request)
         data = [_worker(view) for view in self._workers()]
         return web.Response(body=orjson.dumps({"object": "list", "data": data}), content_type="application/json")
+
+    async def admission(self, request: web.Request) -> web.Response:
+        """What waits, by class and by tenant, and what was turned away since the start."""
+        self._arrivals.require_admin(request)
+        admission = self._admission
+        body = {
+            "object": "admission",
+            "in_flight": admission.in_flight,
+            "queued": dict(admission.depths()),
+            "queued_tokens": admission.queued_tokens(),
+            "queued_by_tenant": dict(admission.tenants()),
+            "shed": [{"reason": why, "kind": kind, "count": count} for (why, kind), count in sorted(admission.sheds.items())],
+        }
+        return web.Response(body=orjson.dumps(body), content_type="application/json")
 
 
 def _worker(view: WorkerView) -> dict[str, Any]:
