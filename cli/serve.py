@@ -43,6 +43,7 @@ from gateway.tokenization import ModelFilesError
 from gateway.turns.config import TurnsConfig
 from gateway.watching.config import MissesConfig
 from gateway.workers.spec import parse_worker
+from grammar.formats.registry import FORMAT_NAMES
 from sessions.gaps.model import GapConfig
 from sessions.identity import DEFAULT_ORDER
 from sessions.redis_link import RedisConfig
@@ -81,6 +82,12 @@ def _read_config(ctx: click.Context, _param: click.Parameter, path: Path | None)
 )
 @click.option(
     "--served-model-name", multiple=True, metavar="NAME", help="What the API calls the model; more of them are aliases."
+)
+@click.option(
+    "--tool-format",
+    type=click.Choice(FORMAT_NAMES),
+    default=None,
+    help="How the model writes tool calls. [default: as its chat template says]",
 )
 @click.option("--replicas", type=click.IntRange(0, 1024), default=None, help="Local replicas. [default: 1; 0 with --worker]")
 @click.option(
@@ -196,7 +203,7 @@ def plan_from(options: Mapping[str, Any], engine_table: Mapping[str, Any]) -> Se
     directory = fetch(options["model"], cache_dir, Console(stderr=True))
     given = options["model"]
     names = tuple(options["served_model_name"]) or (own_name(given, directory),)
-    model = ModelConfig(names[0], directory, names[1:])
+    model = ModelConfig(names[0], directory, names[1:], options["tool_format"])
     try:
         workers = tuple(parse_worker(text, os.environ) for text in options["worker"])
     except ValueError as error:

@@ -10,7 +10,7 @@ from gateway.rendering import ChatRenderer
 from gateway.tokenization import ModelFilesError, TextTokenizer
 from gateway.turn import TurnError
 from grammar.formats.base import ToolFormat
-from grammar.formats.registry import format_for
+from grammar.formats.registry import format_for, format_named
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,16 @@ class ServedModel:
         """Reads tokenizer and template of a model directory. Raises ModelFilesError."""
         tokenizer = TextTokenizer.load(config.directory)
         templates = tokenizer.files.chat_templates
-        tool_format = format_for(templates.get("tool_use", templates.get("default")))
+        template = templates.get("tool_use", templates.get("default"))
+        added = tokenizer.backend.get_added_tokens_decoder().values()
+        special_tokens = frozenset(token.content for token in added if token.special)
+        try:
+            if config.tool_format is None:
+                tool_format = format_for(template, special_tokens=special_tokens)
+            else:
+                tool_format = format_named(config.tool_format, special_tokens=special_tokens)
+        except KeyError as error:
+            raise ModelFilesError(str(error.args[0])) from error
         try:
             renderer = ChatRenderer(templates, tokenizer.files.special_tokens, tool_format, model=config.name)
         except ValueError as error:

@@ -31,6 +31,8 @@ class CallFormat:
     in_parallel = True
     """Whether the model may write several calls in one answer."""
     owns_reasoning = False
+    lead = ""
+    """What the template writes before the first call of an answer without text."""
 
     def __init__(self, limits: GrammarLimits = DEFAULT_LIMITS, special_tokens: frozenset[str] = frozenset()) -> None:
         self._limits = limits
@@ -124,9 +126,9 @@ class CallFormat:
         calls = self.calls(schemas, callable_, self._most(choice))
         begin = self.section.begin
         if choice.mode != "auto":
-            content = tags.sequence(self.marker(begin), calls) if begin else calls
+            content = self._only_calls(calls)
         elif answer is not None:
-            content = tags.one_of([tags.sequence(self.marker(begin), calls) if begin else calls, answer])
+            content = tags.one_of([self._only_calls(calls), answer])
         elif not begin:
             content = tags.one_of([calls, self.not_a_call()])
         elif begin in self._special_tokens:
@@ -135,6 +137,12 @@ class CallFormat:
         else:
             content = tags.text_until(begin, calls, excludes=reasons)
         return tags.structural_tag(tags.after_thinking(thinking, content))
+
+    def _only_calls(self, calls: tags.Tag) -> tags.Tag:
+        if not self.section.begin:
+            return calls
+        lead = [tags.text(self.lead)] if self.lead else []
+        return tags.sequence(*lead, self.marker(self.section.begin), calls)
 
     def _free_text(self, has_tools: bool, reasons: tuple[str, ...]) -> tags.Tag | None:
         """Text in which no call begins; None where that says nothing."""

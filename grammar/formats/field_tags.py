@@ -20,11 +20,13 @@ _CONSTRAINTS = ("pattern", "format", "minLength", "maxLength")
 
 @dataclass(frozen=True, slots=True)
 class FieldTexts:
-    """What stands around a field's key and its value. `key_stop`: no key of an undescribed field holds these characters."""
+    """What stands around a field's key and its value. `value_end`: no string holds it; `after` follows it. `key_stop`: no key
+    of an undescribed field holds these characters."""
 
     before_key: str
     after_key: str
-    after_value: str
+    value_end: str
+    after: str
     key_stop: str = "<>"
 
 
@@ -107,7 +109,7 @@ class _Writer:
 
     def _value(self, schema: Any, before: str) -> tags.Tag:
         """A value between the texts around it."""
-        after = self._texts.after_value
+        end, after = self._texts.value_end, self._texts.value_end + self._texts.after
         resolved = schema
         for _ in range(_MAX_ALTERNATIVES):
             if not (isinstance(resolved, dict) and "$ref" in resolved):
@@ -117,7 +119,7 @@ class _Writer:
         fixed = [constraints["const"]] if "const" in constraints else constraints.get("enum")
         if fixed is not None:
             written = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in fixed]
-            possible = [text for text in dict.fromkeys(written) if after not in text]
+            possible = [text for text in dict.fromkeys(written) if end not in text]
             if not possible:
                 raise GrammarRefused(
                     f"No enum value of tool {self._tool!r} can be written in this model's tool-call format.",
@@ -132,7 +134,7 @@ class _Writer:
         if types != STRING:
             if set(constraints) - {"type"}:
                 self._schemas.note(self._tool, *self._constraining(constraints))
-            return tags.tag(before, tags.text_without(), after)
+            return self._string(before, tags.text_without())
         if "pattern" in constraints:
             return tags.sequence(tags.text(before), tags.regex(constraints["pattern"]), tags.text(after))
         content = tags.text_without()
@@ -143,7 +145,11 @@ class _Writer:
                 self._schemas.note(self._tool, keyword)
         if set(constraints) - {"type", *_CONSTRAINTS}:
             self._schemas.note(self._tool, *self._constraining(constraints))
-        return tags.tag(before, content, after)
+        return self._string(before, content)
+
+    def _string(self, before: str, content: tags.Tag) -> tags.Tag:
+        value = tags.tag(before, content, self._texts.value_end)
+        return tags.sequence(value, tags.text(self._texts.after)) if self._texts.after else value
 
     def _constraining(self, schema: Mapping[str, Any]) -> list[str]:
         """The keywords of a value that is text and may be more."""

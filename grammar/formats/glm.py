@@ -50,6 +50,7 @@ class GlmFormat(CallFormat):
     name = "glm"
     markers = (BEGIN, END, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
     section = Section(BEGIN)
+    lead: str
 
     def __init__(
         self,
@@ -60,8 +61,8 @@ class GlmFormat(CallFormat):
     ) -> None:
         # As tokens that no text holds they could not be told apart from text; as text they are what the template writes.
         super().__init__(limits, special_tokens - set(self.markers))
-        self._line = line
-        self._texts = FieldTexts("<arg_key>", f"</arg_key>{line}<arg_value>", f"</arg_value>{line}")
+        self._line = self.lead = line
+        self._texts = FieldTexts("<arg_key>", f"</arg_key>{line}<arg_value>", "</arg_value>", line)
 
     @property
     def exempt_regions(self) -> tuple[tuple[str, str], ...]:

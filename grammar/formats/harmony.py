@@ -40,10 +40,10 @@ class HarmonyFormat(CallFormat):
     def system_prompt(self, tools: Sequence[Tool]) -> str:
         if not tools:
             return ""
-        shown = "".join(
-            f"// {' '.join((tool.description or tool.name).split())}\ntype {tool.name} = (_: {to_json(tool.parameters or {})}) => any;\n\n"
-            for tool in tools
-        )
+        shown = ""
+        for tool in tools:
+            described = " ".join((tool.description or tool.name).split())
+            shown += f"// {described}\ntype {tool.name} = (_: {to_json(tool.parameters or {})}) => any;\n\n"
         return f"# Tools\n\n## functions\n\nnamespace functions {{\n\n{shown}}} // namespace functions"
 
     def render_call(self, name: str, arguments: Mapping[str, Any]) -> str:

@@ -27,7 +27,7 @@ from grammar.tools import Tool
 BEGIN = "<tool_call>"
 END = "</tool_call>"
 _SYNTAX = FieldSyntax("<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>")
-_TEXTS = FieldTexts("<parameter=", ">\n", "\n</parameter>\n")
+_TEXTS = FieldTexts("<parameter=", ">\n", "\n</parameter>", "\n")
 
 _PROMPT = """\
 # Tools

@@ -70,7 +70,7 @@ def parse_chat(
     if fields.top_logprobs is not None and fields.top_logprobs > 0 and not fields.logprobs:
         raise bad_field("top_logprobs", "it needs logprobs to be true")
     by_new_name = fields.max_completion_tokens is not None
-    calls_possible = bool(tools) and choice.mode != "none"
+    marked = (bool(tools) and choice.mode != "none") or model.tool_format.owns_reasoning
     sampling = sampling_params(
         fields,
         max_tokens=fields.max_completion_tokens if by_new_name else fields.max_tokens,
@@ -79,7 +79,8 @@ def parse_chat(
         max_choices=max_choices,
         vocab_size=model.tokenizer.size,
         defaults=model.tokenizer.files.sampling_defaults,
-        stop_exempt=model.tool_format.exempt_regions if calls_possible else (),
+        stop_exempt=model.tool_format.exempt_regions if marked else (),
+        visible_tokens=model.tool_format.visible_tokens if marked else (),
     )
     turn = Turn(
         request_id=request_id,

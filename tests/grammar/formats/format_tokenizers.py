@@ -1,4 +1,4 @@
-"""SmolLM2's vocabulary with the control tokens of another model family: what real ones add, as special tokens or as text."""
+"""A small vocabulary with the control tokens of another model family: what real ones add, as special tokens or as text."""
 
 import json
 
@@ -8,8 +8,25 @@ SPECIAL = {
     "hermes": (),
     "llama3_json": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"),
     "pythonic": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"),
-    "mistral": ("[TOOL_CALLS]", "[ARGS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[INST]", "[/INST]"),
-    "mistral_json": ("[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[INST]", "[/INST]"),
+    "mistral": (
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "[AVAILABLE_TOOLS]",
+        "[/AVAILABLE_TOOLS]",
+        "[TOOL_RESULTS]",
+        "[/TOOL_RESULTS]",
+        "[INST]",
+        "[/INST]",
+    ),
+    "mistral_json": (
+        "[TOOL_CALLS]",
+        "[AVAILABLE_TOOLS]",
+        "[/AVAILABLE_TOOLS]",
+        "[TOOL_RESULTS]",
+        "[/TOOL_RESULTS]",
+        "[INST]",
+        "[/INST]",
+    ),
     "mistral_json_spaced": ("[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
     "qwen3_coder": (),
     "deepseek_v3": ("<｜User｜>", "<｜Assistant｜>"),
@@ -18,8 +35,17 @@ SPECIAL = {
     "glm": ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
     "glm47": ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
 }
-_DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>",
-             "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>", "<think>", "</think>")
+_DEEPSEEK = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁output▁begin｜>",
+    "<｜tool▁output▁end｜>",
+    "<think>",
+    "</think>",
+)
 _XML = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 ADDED = {
     "hermes": _XML,
