@@ -129,7 +129,7 @@ class PoolDispatcher:
         trace_headers: Mapping[str, str],
     ) -> PooledGeneration:
         def place(excluded: set[str]) -> Placement:
-            return self._place(model, session, prompt, excluded)
+            return self._place(request_id, model, session, prompt, excluded)
 
         generation = PooledGeneration(
             GenerateRequest(
@@ -176,7 +176,7 @@ class PoolDispatcher:
         info = member.info if member is not None else None
         return member.client if member is not None and info is not None and info.capabilities.retention_hints else None
 
-    def _place(self, model: str, session: SessionRef, prompt: Prompt, excluded: set[str]) -> Placement:
+    def _place(self, request_id: str, model: str, session: SessionRef, prompt: Prompt, excluded: set[str]) -> Placement:
         members = {member.name: member for member in self.pool.candidates(model, excluded)}
         if not members:
             raise self.pool.none_up(model)
@@ -188,6 +188,7 @@ class PoolDispatcher:
                 block_size=info.block_size if info is not None else 1,
                 session=session,
                 loads=[member.load for member in members.values()],
+                request_id=request_id,
             )
         member = members[route.receipt.worker]
         return Placement(member, route, member.books.open(prompt.num_tokens, route.receipt.matched_tokens))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from gateway.router.router import Route
+from gateway.router.route import Route
 from gateway.turn import Receipt, TurnError
 from gateway.workers.base import ChunkStream, WorkerError, WorkerRefusedError, WorkerUnavailableError
 from gateway.workers.books import Lease
@@ -64,16 +64,20 @@ class _Attempt:
 
     def started(self, chunk: Started) -> None:
         self._lease.cached(chunk.cached_tokens)
+        self.route.started(chunk.cached_tokens, chunk.queue_seconds)
         self.member.succeeded()
 
     def first_token(self, cached_tokens: int) -> None:
         self._lease.running()
         self.route.computed(cached_tokens)
 
-    def done(self) -> None:
+    def done(self, chunk: Done | Failed) -> None:
         """It came to its end; the stream can be given back."""
         self.ended = True
-        self.route.abandoned()
+        if isinstance(chunk, Done):
+            self.route.finished(chunk.prefill_seconds, chunk.decode_seconds)
+        else:
+            self.route.abandoned()
         self._release()
 
     def failed(self, error: WorkerUnavailableError) -> None:
@@ -201,11 +205,11 @@ class PooledGeneration:
                         attempt.first_token(started.cached_tokens)
                     self._hooks.generated(attempt.member.name, len(chunk.token_ids))
                 case Done():
-                    attempt.done()
+                    attempt.done(chunk)
                     yield chunk
                     return
                 case Failed():
-                    attempt.done()
+                    attempt.done(chunk)
                     raise _failure(attempt.member.name, chunk)
                 case Started():
                     continue
