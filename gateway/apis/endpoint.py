@@ -100,7 +100,9 @@ class TurnEndpoint:
             prompts, history = await make_prompts(info)
             watched = self._pipeline.watch.began(turn, history)
             try:
-                running = await self._pipeline.run(model, turn, prompts, info, span.trace_headers(), plain=plain)
+                running = await self._pipeline.run(
+                    model, turn, prompts, info, span.trace_headers(), history=history, plain=plain
+                )
             except BaseException as error:
                 if not is_refusal(error):
                     await asyncio.shield(self._pipeline.settle(history, None))
@@ -112,7 +114,8 @@ class TurnEndpoint:
         async def settle(begun: Begun, complete: bool) -> None:
             running = begun.running if complete else None
             self._pipeline.watch.ended(begun.watched, running)
-            await self._pipeline.settle(begun.history, running, final=turn.session.final)
+            missed = begun.watched is not None and begun.watched.miss is not None
+            await self._pipeline.settle(begun.history, running, final=turn.session.final, missed=missed)
 
         def first_token() -> None:
             outcome.first_token = time.monotonic() - arrival.monotonic
@@ -207,7 +210,7 @@ class TurnEndpoint:
         miss = watched.miss if watched is not None else None
         return {
             REQUEST_ID: arrival.request_id,
-            **session_headers(turn.session),
+            **session_headers(begun.running.session),
             **placement_headers(begun.running, started=started),
             **miss_header(miss),
             **attached_header(joined.how, joined.first),
@@ -289,7 +292,7 @@ class TurnEndpoint:
             request_id=turn.request_id,
             dialect=answer.dialect,
             model=model.name,
-            session=turn.session,
+            session=running.session if running is not None else turn.session,
             started_at=arrival.wall_clock,
             duration=duration,
             time_to_first_token=outcome.first_token,
