@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import click
 
+from gateway.access.config import AuthConfig
 from gateway.config import HttpConfig, SessionsConfig
 from gateway.dispatch import PoolConfig
 from gateway.router.config import RouterConfig
@@ -63,8 +64,13 @@ PLAIN_SETTINGS: tuple[Setting, ...] = (
     Setting("http.host", "host", "string"),
     Setting("http.port", "port", "integer"),
     Setting("http.max_body_mib", "max_body_mib", "number"),
+    Setting("http.tls_cert", "tls_cert", "string"),
+    Setting("http.tls_key", "tls_key", "string"),
+    Setting("http.cors_origins", "cors_origin", "strings"),
     Setting("auth.api_keys", "api_key", "strings"),
     Setting("auth.api_key_file", "api_key_file", "string"),
+    Setting("auth.admin_host", "admin_host", "string"),
+    Setting("auth.admin_port", "admin_port", "integer"),
     Setting("sessions.sources", "session_source", "strings"),
     Setting("sessions.ledger", "ledger", "boolean"),
     Setting("redis.url", "redis", "string"),
@@ -75,7 +81,8 @@ PLAIN_SETTINGS: tuple[Setting, ...] = (
 """Settings with an option of their own in `cli.serve`."""
 
 GENERATED: Mapping[str, tuple[type[Any], frozenset[str]]] = {
-    "http": (HttpConfig, frozenset({"host", "port", "max_body_bytes"})),
+    "http": (HttpConfig, frozenset({"host", "port", "max_body_bytes", "tls_cert", "tls_key"})),
+    "auth": (AuthConfig, frozenset({"admin_host", "admin_port"})),
     "router": (RouterConfig, frozenset({"policy"})),
     "sessions": (SessionsConfig, frozenset({"ledger"})),
     "pool": (PoolConfig, frozenset({"models", "aliases", "router"})),

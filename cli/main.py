@@ -13,6 +13,7 @@ COMMANDS = {
     "bench": "cli.bench",
     "replay": "cli.replay",
     "explain": "cli.explain",
+    "keys": "cli.keys",
     "demo": "cli.demo",
 }
 

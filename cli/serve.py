@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
+import resource
 import signal
 import sys
 from collections.abc import Mapping
@@ -27,7 +30,9 @@ from cli.config import (
 from cli.model import fetch, own_name
 from cli.serving import ReplicaPlan, RunningGateway, ServePlan, open_gateway
 from engine.checkpoints import DEFAULT_MODEL, CheckpointError, default_cache_dir
-from gateway.auth import read_key_file
+from gateway.access.config import AuthConfig
+from gateway.auth import ApiKeys
+from gateway.certificate import TlsError
 from gateway.config import MIB, GatewayConfig, HttpConfig, ModelConfig, SessionsConfig
 from gateway.dispatch import PoolConfig
 from gateway.router.config import POLICIES, RouterConfig
@@ -37,6 +42,7 @@ from gateway.telemetry.config import TelemetryConfig
 from gateway.tokenization import ModelFilesError
 from gateway.turns.config import TurnsConfig
 from gateway.watching.config import MissesConfig
+from gateway.workers.spec import parse_worker
 from sessions.gaps.model import GapConfig
 from sessions.identity import DEFAULT_ORDER
 from sessions.redis_link import RedisConfig
@@ -77,11 +83,25 @@ def _read_config(ctx: click.Context, _param: click.Parameter, path: Path | None)
     "--served-model-name", multiple=True, metavar="NAME", help="What the API calls the model; more of them are aliases."
 )
 @click.option("--replicas", type=click.IntRange(0, 1024), default=None, help="Local replicas. [default: 1; 0 with --worker]")
-@click.option("--worker", multiple=True, metavar="URL", help="A replica that runs elsewhere: http://host:port or unix:PATH.")
+@click.option(
+    "--worker",
+    multiple=True,
+    metavar="[KIND=]URL[,OPTION=VALUE]",
+    help="A worker that runs elsewhere, http://host:port or unix:PATH: a replica, or vllm=http://... (docs/workers.md).",
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one.")
 @click.option("--api-key", multiple=True, metavar="KEY", help="Let in only who has one of these keys.")
-@click.option("--api-key-file", type=click.Path(dir_okay=False, path_type=Path), help="The same, one key a line.")
+@click.option(
+    "--api-key-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The same, one key or its hash a line, with tenant and limits (`turnkeep keys`); read again when it changes.",
+)
+@click.option("--admin-port", type=click.IntRange(0, 65535), default=None, help="A port of its own for administration.")
+@click.option("--admin-host", default="127.0.0.1", show_default=True, help="The address of that port.")
+@click.option("--tls-cert", default=None, metavar="FILE", help="Serve HTTPS with this certificate chain (PEM).")
+@click.option("--tls-key", default=None, metavar="FILE", help="And this private key.")
+@click.option("--cors-origin", multiple=True, metavar="ORIGIN", help="Web pages that may call the gateway; * for all.")
 @click.option(
     "--policy", type=click.Choice(POLICIES), default="prefix", show_default=True, help="How turns find their replica."
 )
@@ -137,6 +157,7 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     """
     console = Console(stderr=True)
     _log_to(console, options["log_level"])
+    _allow_connections()
     try:
         plan = plan_from(options, ctx.meta.get("turnkeep.engine", {}))
     except CheckpointError as error:
@@ -145,8 +166,15 @@ def command(ctx: click.Context, /, **options: Any) -> None:
         raise click.UsageError(str(error), ctx) from error
     try:
         ctx.exit(asyncio.run(serve(plan, console)))
-    except (ListenError, ModelFilesError, RecorderError, ReplicaStartError) as error:
+    except (ListenError, TlsError, ModelFilesError, RecorderError, ReplicaStartError) as error:
         raise click.ClickException(str(error)) from error
+
+
+def _allow_connections() -> None:
+    """Connections are file descriptors, and the usual soft limit of 1024 is for programs that use select()."""
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _log_to(console: Console, level: str) -> None:
@@ -169,20 +197,29 @@ def plan_from(options: Mapping[str, Any], engine_table: Mapping[str, Any]) -> Se
     given = options["model"]
     names = tuple(options["served_model_name"]) or (own_name(given, directory),)
     model = ModelConfig(names[0], directory, names[1:])
-    workers = tuple(options["worker"])
-    for url in workers:
-        if not url.startswith(("http://", "https://", "unix:")):
-            raise ConfigError(f"--worker takes http://host:port or unix:PATH, not {url!r}.")
+    try:
+        workers = tuple(parse_worker(text, os.environ) for text in options["worker"])
+    except ValueError as error:
+        raise ConfigError(f"--worker: {error}.") from error
     replicas = options["replicas"] if options["replicas"] is not None else (0 if workers else 1)
     if replicas == 0 and not workers:
         raise ConfigError("Nothing would generate: give --replicas or --worker.")
-    keys = tuple(options["api_key"])
-    if options["api_key_file"] is not None:
-        keys += read_key_file(Path(options["api_key_file"]))
+    auth = AuthConfig(
+        keys=tuple(options["api_key"]),
+        key_file=Path(options["api_key_file"]).absolute() if options["api_key_file"] is not None else None,
+        admin_host=options["admin_host"],
+        admin_port=options["admin_port"],
+        **generated_values("auth", options),
+    )
+    # Read once before anything is fetched or loaded, so that a mistake is found at once.
+    ApiKeys(auth)
     http = HttpConfig(
         host=options["host"],
         port=options["port"],
         max_body_bytes=int(options["max_body_mib"] * MIB),
+        tls_cert=options["tls_cert"],
+        tls_key=options["tls_key"],
+        cors_origins=tuple(options["cors_origin"]),
         **generated_values("http", options),
     )
     telemetry = TelemetryConfig(
@@ -198,7 +235,7 @@ def plan_from(options: Mapping[str, Any], engine_table: Mapping[str, Any]) -> Se
         gateway=GatewayConfig(
             models=(model,),
             http=http,
-            api_keys=keys,
+            auth=auth,
             session_sources=tuple(options["session_source"]) or DEFAULT_ORDER,
             turns=TurnsConfig(**generated_values("turns", options)),
             misses=MissesConfig(**generated_values("misses", options)),
@@ -292,7 +329,7 @@ async def _loaded(
 
 def _announce(gateway: RunningGateway, plan: ServePlan, console: Console) -> None:
     model = plan.gateway.models[0].name
-    key = ' \\\n  -H "Authorization: Bearer $API_KEY"' if plan.gateway.api_keys else ""
+    key = ' \\\n  -H "Authorization: Bearer $API_KEY"' if plan.gateway.auth.restricted else ""
     example = (
         f"curl {gateway.url}/v1/chat/completions{key} \\\n"
         "  -H 'Content-Type: application/json' -H 'Session-ID: first' \\\n"
@@ -303,6 +340,8 @@ def _announce(gateway: RunningGateway, plan: ServePlan, console: Console) -> Non
     else:
         console.print(f"{model} is ready at {gateway.url}/v1", highlight=False)
     console.print(example, highlight=False, markup=False, soft_wrap=True)
+    if gateway.admin_url is not None:
+        console.print(f"Administration is at {gateway.admin_url}", highlight=False)
 
 
 async def _first(waiting: Any, stop: asyncio.Event) -> bool:

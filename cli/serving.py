@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gateway.app import make_app
+from gateway.app import make_apps
 from gateway.config import GatewayConfig
 from gateway.dispatch import PoolConfig, PoolDispatcher
 from gateway.models import ModelRegistry, ServedModel
@@ -21,6 +22,7 @@ from gateway.supervision.supervisor import ReplicaUp, Supervisor, print_line
 from gateway.telemetry.config import TelemetryConfig
 from gateway.telemetry.telemetry import Telemetry
 from gateway.turn import TurnObserver
+from gateway.workers.spec import WorkerSpec
 from gateway.workers.views import WorkerView
 from sessions.memory_store import MemoryLedgerStore
 from sessions.redis_link import RedisConfig
@@ -40,11 +42,11 @@ class ReplicaPlan:
 
 @dataclass(frozen=True, slots=True)
 class ServePlan:
-    """Everything `turnkeep serve` was told. `workers`: replicas that run elsewhere, by URL."""
+    """Everything `turnkeep serve` was told. `workers`: those that run elsewhere."""
 
     gateway: GatewayConfig
     replicas: ReplicaPlan
-    workers: tuple[str, ...] = ()
+    workers: tuple[WorkerSpec, ...] = ()
     pool: PoolConfig = field(default_factory=PoolConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     record: Path | None = None
@@ -54,8 +56,16 @@ class ServePlan:
 class RunningGateway:
     """A gateway that listens. Its replicas may still be loading: `ready` waits for them."""
 
-    def __init__(self, server: HttpServer, dispatcher: PoolDispatcher, supervisor: Supervisor | None, expected: int) -> None:
+    def __init__(
+        self,
+        server: HttpServer,
+        admin: HttpServer | None,
+        dispatcher: PoolDispatcher,
+        supervisor: Supervisor | None,
+        expected: int,
+    ) -> None:
         self._server = server
+        self._admin = admin
         self._supervisor = supervisor
         self.dispatcher = dispatcher
         self.expected = expected
@@ -64,6 +74,11 @@ class RunningGateway:
     def url(self) -> str:
         """Where a client on this machine reaches it."""
         return self._server.url
+
+    @property
+    def admin_url(self) -> str | None:
+        """Where an administrator on this machine reaches it, where there is a port for that."""
+        return self._admin.url if self._admin is not None else None
 
     def workers(self) -> list[WorkerView]:
         """Every worker, with its state."""
@@ -148,16 +163,25 @@ async def open_gateway(plan: ServePlan, *, forward: Callable[[str, str], None] =
         )
         if shared is not None:
             shared.share_gaps(pipeline.watch.gaps.model, plan.gateway.gaps)
-        server = HttpServer(make_app(plan.gateway, pipeline, reasons=reasons), plan.gateway.http)
+        apps = make_apps(plan.gateway, pipeline, reasons=reasons, workers=dispatcher.workers)
+        server = HttpServer(apps.public, plan.gateway.http)
+        telemetry.watch_connections(server)
+        auth = plan.gateway.auth
+        admin = None
+        if auth.admin_port is not None:
+            at = dataclasses.replace(plan.gateway.http, host=auth.admin_host, port=auth.admin_port)
+            admin = HttpServer(apps.administration, at, tls=False)
         # Replicas outlive the server, whose last streams they finish.
         async with AsyncExitStack() as replicas:
             async with server:
+                if admin is not None:
+                    await replicas.enter_async_context(admin)
                 if supervisor is not None:
                     await replicas.enter_async_context(supervisor)
-                for position, url in enumerate(plan.workers):
-                    dispatcher.add_worker(f"worker-{position}", url)
+                for position, spec in enumerate(plan.workers):
+                    dispatcher.add_worker(f"worker-{position}", spec)
                 try:
-                    yield RunningGateway(server, dispatcher, supervisor, plan.replicas.count + len(plan.workers))
+                    yield RunningGateway(server, admin, dispatcher, supervisor, plan.replicas.count + len(plan.workers))
                 finally:
                     stopping = True
 

@@ -26,10 +26,9 @@ from engine.kv_layout import KVLayout
 from engine.meter import Meter
 from engine.models.registry import LoadedModel
 from engine.output import Addressed, StepOutput
-from engine.request import Request, Sequence, Status
+from engine.request import ForbiddenTokenError, Request, Sequence, Status
 from engine.runner import Runner
 from engine.sampling.sampler import SampledToken, Sampler
-from engine.sampling.stopping import StopDecision
 from engine.scheduler import ScheduledSequence, Scheduler, StepPlan
 from engine.warm_up import warm_up
 from gateway.workers.protocol import PROTOCOL_VERSION, Capabilities, GenerateRequest, StartupSeconds, WorkerInfo, WorkerStats
@@ -87,6 +86,7 @@ class Engine:
         )
         self._meter = Meter()
         self._requests: dict[str, Request] = {}
+        self._over: list[Request] = []  # resumed with nothing left to generate: the next step says so
         self._arrivals = 0
         namespace = namespace_digest(
             # The fingerprint covers weights, rope settings and whatever else of the model shapes its KV.
@@ -117,7 +117,12 @@ class Engine:
             vocab_size=spec.vocab_size,
             max_concurrency=config.max_num_seqs,
             capabilities=Capabilities(
-                grammars=grammars is not None, kv_events=config.prefix_caching, retention_hints=True, supersede=True
+                grammars=grammars is not None,
+                kv_events=config.prefix_caching,
+                retention_hints=True,
+                supersede=True,
+                prompt_prefixes=True,
+                resume=True,
             ),
         )
 
@@ -159,7 +164,12 @@ class Engine:
         self._arrivals += 1
         self._requests[prepared.request_id] = prepared
         self._meter.totals.requests += 1
-        self._scheduler.enqueue(prepared.sequences[0])
+        if not prepared.forked:
+            self._scheduler.enqueue(prepared.sequences[0])
+        elif prepared.held:
+            self._scheduler.enqueue(prepared.held.pop(0))
+        else:
+            self._over.append(prepared)
 
     def abort(self, request_id: str) -> bool:
         """Drops a request at once and gives its blocks back. False when it is not known."""
@@ -171,11 +181,12 @@ class Engine:
         return True
 
     def has_work(self) -> bool:
-        return self._scheduler.has_work()
+        return self._scheduler.has_work() or bool(self._over)
 
     def step(self) -> list[Addressed]:
         """Runs one batch. What goes wrong in one request fails that request; what goes wrong in the batch fails those in it."""
         output = StepOutput()
+        self._end_over(output)
         if not self._scheduler.has_work():
             return output.chunks
         began = self._clock()
@@ -187,6 +198,8 @@ class Engine:
             totals.prompt_tokens += request.prompt_tokens
             totals.cached_tokens += request.cached_tokens
             output.started(request)
+            for sequence, decision in request.ended:
+                output.finished(request, sequence.index, decision)
         try:
             logits = self._compute(plan)
             self._choose(plan, logits, output)
@@ -255,6 +268,11 @@ class Engine:
         logits = self._runner.run(batch, rows, copies)
         for item in plan.scheduled:
             self._cache.advance(item.sequence, item.count)
+            request = item.sequence.request
+            if request.held and item.sequence.computed >= request.prompt_tokens:
+                for held in request.held:
+                    self._scheduler.enqueue(held)
+                request.held.clear()
         return logits
 
     def _choose(self, plan: StepPlan, logits: torch.Tensor, output: StepOutput) -> None:
@@ -322,20 +340,15 @@ class Engine:
             self._fail(request, "sampling_error", sampled.error, output)
             return
         try:
-            accepted = sequence.matcher is None or sequence.matcher.accept(sampled.token_id)
-            if not accepted:
-                message = f"The grammar does not allow token {sampled.token_id}, which was sampled; this is a bug."
-                self._fail(request, "grammar_error", message, output)
-                return
-            sequence.sampling.append(sampled.token_id)
-            decision = sequence.stops.append(sampled.token_id)
-            if decision is None and sequence.matcher is not None and sequence.matcher.is_terminated():
-                decision = StopDecision("stop")
+            decision = sequence.append(sampled.token_id)
+        except ForbiddenTokenError:
+            message = f"The grammar does not allow token {sampled.token_id}, which was sampled; this is a bug."
+            self._fail(request, "grammar_error", message, output)
+            return
         except Exception as error:
             logger.exception("request %s failed", request.request_id)
             self._fail(request, "engine_error", f"The request failed: {error or type(error).__name__}", output)
             return
-        sequence.output.append(sampled.token_id)
         self._meter.totals.generated_tokens += 1
         if request.first_token_at is None:
             request.first_token_at = self._clock()
@@ -347,6 +360,19 @@ class Engine:
         if request.finished:
             del self._requests[request.request_id]
             output.done(request, self._clock())
+
+    def _end_over(self, output: StepOutput) -> None:
+        """Ends requests that were resumed when all of their choices had come to an end."""
+        over, self._over = self._over, []
+        for request in over:
+            if self._requests.get(request.request_id) is not request:
+                continue  # aborted meanwhile
+            del self._requests[request.request_id]
+            now = request.started_at = self._clock()
+            output.started(request)
+            for sequence, decision in request.ended:
+                output.finished(request, sequence.index, decision)
+            output.done(request, now)
 
     def _fail(self, request: Request, code: str, message: str, output: StepOutput) -> None:
         if request.request_id in self._requests:

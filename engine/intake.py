@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.core import RequestRefused
-from engine.request import Request, Sequence, Status
+from engine.request import ForbiddenTokenError, Request, Sequence, Status
+from engine.resuming import replay, resumed_tokens
 from engine.sampling.params import validate
-from engine.sampling.state import SamplingState
-from engine.sampling.stopping import StopChecker
+from engine.sampling.state import GREEDY_BELOW, SamplingState
+from engine.sampling.stopping import StopChecker, StopDecision
 from gateway.workers.protocol import GenerateRequest
 from grammar.compiler import CompiledGrammar
 from grammar.detokenizer import Detokenizer
@@ -65,6 +67,7 @@ class Intake:
                 "sampling.stop",
             )
         max_total = self._max_total(len(prompt), params.max_tokens)
+        resumed = resumed_tokens(wire, limits.vocab_size, greedy=params.temperature < GREEDY_BELOW)
         grammar = self._grammar(wire.grammar)
         root = root_digest(self.namespace, wire.cache_salt)
         request = Request(
@@ -95,6 +98,8 @@ class Intake:
                 digests=digests if index == 0 else [],
             )
             request.sequences.append(sequence)
+        if resumed:
+            _resume(request, wire, resumed)
         return request
 
     def _max_total(self, prompt_tokens: int, max_tokens: int | None) -> int:
@@ -134,6 +139,34 @@ class Intake:
             return self.compile_grammar(source)
         except GrammarRefused as error:
             raise RequestRefused("invalid_grammar", error.message, error.pointer or "grammar") from error
+
+
+def _resume(request: Request, wire: GenerateRequest, resumed: list[list[int]]) -> None:
+    """Brings every choice to where it stood. The first that goes on leads; the others wait for the prompt's KV in the cache."""
+    request.forked = True
+    request.held = []
+    for sequence, choice, token_ids in zip(request.sequences, wire.resume, resumed, strict=True):
+        sequence.digests = list(request.sequences[0].digests)
+        sequence.resumed = len(token_ids)
+        decision = replay(sequence.index, token_ids, functools.partial(_append, sequence))
+        if choice.finished or decision is not None:
+            sequence.status = Status.FINISHED
+        else:
+            request.held.append(sequence)
+        if decision is not None:
+            request.ended.append((sequence, decision))
+
+
+def _append(sequence: Sequence, token_id: int) -> StopDecision | None:
+    try:
+        return sequence.append(token_id)
+    except ForbiddenTokenError:
+        raise RequestRefused(
+            "invalid_resume",
+            f"The grammar does not allow token {token_id}, number {len(sequence.output)} of choice {sequence.index}; resume "
+            "with the grammar that the generation began with.",
+            f"resume[{sequence.index}].packed_token_ids",
+        ) from None
 
 
 def _prompt(wire: GenerateRequest, vocab_size: int) -> npt.NDArray[np.uint32]:

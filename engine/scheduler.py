@@ -142,7 +142,7 @@ class Scheduler:
             request = sequence.request
             if request.started_at is None:
                 request.started_at = now
-                request.cached_tokens = sequence.computed
+                request.cached_tokens = min(sequence.computed, request.prompt_tokens)
                 started.append(request)
             self._continue(sequence, draft)
             slots += sequence.slots

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from tokenizers import Tokenizer
 
 from engine.core import RequestRefused
+from engine.resuming import replay
 from engine.simulation.clock import Clock, MonotonicClock
 from engine.simulation.config import SimulationConfig
 from engine.simulation.scheduler import Batch, Scheduler, tokens_waiting
@@ -66,9 +67,17 @@ class SimulatedEngine:
             max_model_len=config.max_model_len,
             vocab_size=config.vocab_size,
             max_concurrency=config.max_num_seqs,
-            capabilities=Capabilities(grammars=config.accept_grammars, logprobs=False, retention_hints=True, supersede=True),
+            capabilities=Capabilities(
+                grammars=config.accept_grammars,
+                logprobs=False,
+                retention_hints=True,
+                supersede=True,
+                prompt_prefixes=True,
+                resume=True,
+            ),
             simulated=True,
         )
+        self._over: list[Request] = []  # resumed with nothing left to generate: the next step says so
         self._order = 0
         self._steps = 0
         self._prompt_tokens = 0
@@ -91,9 +100,15 @@ class SimulatedEngine:
             raise RequestRefused("duplicate_request_id", message, "request_id")
         self._order += 1
         request = Request(prepared, self._clock.now(), self._order)
-        request.sequences.append(Sequence(request, 0, self.config, self._detokenizer))
+        if prepared.resumed:
+            self._resume(request)
+        else:
+            request.sequences.append(Sequence(request, 0, self.config, self._detokenizer))
         self._requests[prepared.request_id] = request
-        self._scheduler.enqueue(request.sequences[0])
+        if request.sequences:
+            self._scheduler.enqueue(request.sequences[0])
+        else:
+            self._over.append(request)
 
     def abort(self, request_id: str) -> bool:
         request = self._requests.pop(request_id, None)
@@ -102,11 +117,12 @@ class SimulatedEngine:
         for sequence in request.sequences:
             self._scheduler.drop(sequence)
         request.sequences.clear()
+        request.held.clear()
         self._aborted += 1
         return True
 
     def has_work(self) -> bool:
-        return bool(self._scheduler.running or self._scheduler.waiting)
+        return bool(self._scheduler.running or self._scheduler.waiting or self._over)
 
     def interrupt(self) -> None:
         """From any thread: a `step` that waits returns; the next one goes on waiting for the same batch."""
@@ -116,6 +132,8 @@ class SimulatedEngine:
         """Plans a batch unless one is under way, lets its time pass, and gives its tokens out. Empty when interrupted."""
         if self._batch is not None and not any(work.sequence.alive for work in self._batch.work):
             self._batch = None  # all of it was aborted
+        if self._over:
+            return self._end_over()
         if not self.has_work():
             return []
         if self._batch is None:
@@ -167,7 +185,7 @@ class SimulatedEngine:
             request = work.sequence.request
             if request.started_at is None:
                 request.started_at = now
-                request.cached_tokens = work.sequence.computed
+                request.cached_tokens = min(work.sequence.computed, request.prepared.prompt_tokens)
                 self._prompt_tokens += request.prepared.prompt_tokens
                 self._cached_tokens += request.cached_tokens
         self._deadline = now + batch.seconds * self.config.time_scale
@@ -187,14 +205,51 @@ class SimulatedEngine:
                 continue
             request = sequence.request
             if not request.announced:
-                request.announced = True
-                chunks.append((request.prepared.request_id, self._started(request)))
+                self._announce(request, chunks)
             sequence.computed += work.count
             self._scheduler.publish(sequence)
+            if request.held and sequence.computed >= request.prepared.prompt_tokens:
+                for held in request.held:
+                    self._scheduler.enqueue(held)
+                request.held.clear()
             if sequence.computed == len(sequence):
                 for choice in (sequence, *self._fork(sequence)):
                     self._generate(choice, now, chunks)
         return chunks
+
+    def _resume(self, request: Request) -> None:
+        """Brings the choices of a request that another worker began to where they stood. Raises RequestRefused."""
+        request.forked = True
+        for index, (finished, token_ids) in enumerate(request.prepared.resumed):
+            if finished:
+                continue
+            sequence = Sequence(request, index, self.config, self._detokenizer)
+            decision = replay(index, token_ids, sequence.append)
+            if decision is None:
+                request.sequences.append(sequence)
+            else:
+                request.ended.append((index, decision))
+        request.held = request.sequences[1:]
+
+    def _end_over(self) -> list[tuple[str, Chunk]]:
+        """Ends requests that were resumed when all of their choices had come to an end."""
+        over, self._over = self._over, []
+        chunks: list[tuple[str, Chunk]] = []
+        for request in over:
+            request_id = request.prepared.request_id
+            if self._requests.get(request_id) is not request:
+                continue  # aborted meanwhile
+            del self._requests[request_id]
+            self._announce(request, chunks)
+            chunks.append((request_id, self._done(request, self._clock.now())))
+        return chunks
+
+    def _announce(self, request: Request, chunks: list[tuple[str, Chunk]]) -> None:
+        request.announced = True
+        chunks.append((request.prepared.request_id, self._started(request)))
+        for index, decision in request.ended:
+            finished = Finished(decision.finish_reason, index, decision.stop_reason)
+            chunks.append((request.prepared.request_id, finished))
 
     def _started(self, request: Request) -> Started:
         queued = (request.started_at or request.arrived) - request.arrived
@@ -222,13 +277,12 @@ class SimulatedEngine:
         may_end = not sampling.ignore_eos and sequence.generated >= sampling.min_tokens
         digest = sequence.parent(len(sequence.digests))
         token = self._source.next(sequence.key, digest, sequence.tail(), may_end)
-        sequence.append(token)
+        decision = sequence.append(token)
         request.completion_tokens += 1
         self._generated_tokens += 1
         if request.first_token_at is None:
             request.first_token_at = now
         chunks.append((request_id, Tokens((token,), sequence.index)))
-        decision = sequence.checker.append(token)
         if decision is not None:
             chunks.append((request_id, Finished(decision.finish_reason, sequence.index, decision.stop_reason)))
             self._scheduler.drop(sequence)

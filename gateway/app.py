@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
 
 import orjson
 from aiohttp import web
 
+from gateway.apis.administration import AdminRoutes, Workers
 from gateway.apis.arrivals import Arrivals
 from gateway.apis.endpoint import TurnEndpoint
 from gateway.apis.headers import KNOWN_AS, REQUEST_ID, request_id
@@ -16,7 +18,9 @@ from gateway.apis.openai.errors import error_body
 from gateway.apis.openai.routes import OpenAIRoutes
 from gateway.apis.sessions import SessionRoutes
 from gateway.apis.watching import WatchRoutes
+from gateway.auth import ADMINISTRATION, ApiKeys
 from gateway.config import GatewayConfig
+from gateway.cors import allow_origins, mark
 from gateway.pipeline import Pipeline
 from gateway.turn import TurnError
 from gateway.turns.registry import TurnRegistry
@@ -27,25 +31,47 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ReadyReasons = Callable[[], Sequence[str]]
 """Why the gateway is not ready to serve, beyond models without workers; empty when it is."""
 
-MAX_HEADER_BYTES = 64 * 1024
+
+class Applications(NamedTuple):
+    """What is served: to everybody, and on the port for administration."""
+
+    public: web.Application
+    administration: web.Application
+
+
+def make_apps(
+    config: GatewayConfig, pipeline: Pipeline, *, reasons: ReadyReasons = tuple, workers: Workers = tuple
+) -> Applications:
+    """The applications. Serve them with `gateway.server.HttpServer`, which cancels a handler when its client leaves; the public
+    one always, as it owns what both use. Raises ValueError for keys that cannot be used."""
+    # Bodies are bounded while they are read (gateway.apis.bodies), in the caller's dialect.
+    app = web.Application(middlewares=[allow_origins(config.http.cors_origins), _answer_errors], client_max_size=0)
+    keys = ApiKeys(config.auth)
+    arrivals = Arrivals(config, keys, pipeline.telemetry.stages)
+    endpoint = TurnEndpoint(pipeline, config.http, TurnRegistry(config.turns))
+    OpenAIRoutes(pipeline, endpoint, arrivals, config.http).add_to(app.router)
+    administration = web.Application(middlewares=[_answer_errors], client_max_size=0)
+    administration[ADMINISTRATION] = True
+    admin = AdminRoutes(arrivals, keys, pipeline.telemetry, workers)
+    for each in (app, administration):
+        # Administrators look at what tenants see, too.
+        WatchRoutes(pipeline, arrivals).add_to(each.router)
+        SessionRoutes(pipeline, arrivals).add_to(each.router)
+        _Probes(pipeline, reasons).add_to(each.router)
+        admin.add_to(each.router)
+    app.on_response_prepare.append(mark)
+    app.cleanup_ctx.append(keys.follow)
+    app.on_cleanup.append(_closing(pipeline))
+    return Applications(app, administration)
 
 
 def make_app(config: GatewayConfig, pipeline: Pipeline, *, reasons: ReadyReasons = tuple) -> web.Application:
-    """The application. Serve it with `gateway.server.HttpServer`, which cancels a handler when its client leaves."""
-    # Bodies are bounded while they are read (gateway.apis.bodies), in the caller's dialect.
-    app = web.Application(middlewares=[_answer_errors], client_max_size=0)
-    arrivals = Arrivals(config, pipeline.telemetry.stages)
-    endpoint = TurnEndpoint(pipeline, config.http, TurnRegistry(config.turns))
-    OpenAIRoutes(pipeline, endpoint, arrivals, config.http).add_to(app.router)
-    WatchRoutes(pipeline, arrivals).add_to(app.router)
-    SessionRoutes(pipeline, arrivals).add_to(app.router)
-    _Probes(pipeline, reasons).add_to(app.router)
-    app.on_cleanup.append(_closing(pipeline))
-    return app
+    """The public application alone."""
+    return make_apps(config, pipeline, reasons=reasons).public
 
 
 class _Probes:
-    """What orchestrators and scrapers ask. Open to everybody: they say nothing about what anybody sent."""
+    """What orchestrators ask. Open to everybody: they say nothing about what anybody sent."""
 
     def __init__(self, pipeline: Pipeline, reasons: ReadyReasons) -> None:
         self._pipeline = pipeline
@@ -54,7 +80,6 @@ class _Probes:
     def add_to(self, router: web.UrlDispatcher) -> None:
         router.add_get("/health", self.health)
         router.add_get("/ready", self.ready)
-        router.add_get("/metrics", self.metrics)
 
     async def health(self, request: web.Request) -> web.Response:
         """200 as long as the process answers at all."""
@@ -71,10 +96,6 @@ class _Probes:
         if reasons:
             return web.json_response({"status": "not ready", "reasons": reasons}, status=503, headers={"Retry-After": "1"})
         return web.json_response({"status": "ready"})
-
-    async def metrics(self, request: web.Request) -> web.Response:
-        telemetry = self._pipeline.telemetry
-        return web.Response(body=telemetry.render_metrics(), headers={"Content-Type": telemetry.METRICS_CONTENT_TYPE})
 
 
 @web.middleware

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gateway.access.config import AuthConfig
 from gateway.turns.config import TurnsConfig
 from gateway.watching.config import MissesConfig
 from sessions.gaps.model import GapConfig
@@ -30,7 +32,11 @@ class HttpConfig:
     nothing for so long is dropped and its generation aborted. `ping_interval`: silence after which a stream gets a comment.
     `headers_within`: a stream's headers wait this long for the number of cached tokens. `max_prompts`: prompts in one
     /v1/completions request. `max_choices`: the same for `n`. `inline_characters`: texts above this are rendered and
-    tokenised on one of `threads` threads, so that they do not hold up other streams.
+    tokenised on one of `threads` threads, so that they do not hold up other streams. `header_timeout`: for the headers of a
+    request to arrive, once its connection is there. `idle_timeout`: for which a connection is kept between requests.
+    `max_header_bytes`: of all headers of a request. `max_connections`: beyond them, those that are idle are closed, and where
+    none is, new ones get a 503; 0: no limit. `tls_cert`, `tls_key`: PEM files for HTTPS, read again when they change.
+    `cors_origins`: of web pages that may call this gateway ("*": all); none by default.
     """
 
     host: str = "127.0.0.1"
@@ -45,16 +51,45 @@ class HttpConfig:
     max_choices: int = 128
     inline_characters: int = 8192
     threads: int = 2
+    header_timeout: float = 20.0
+    idle_timeout: float = 75.0
+    max_header_bytes: int = 64 * 1024
+    max_connections: int = 10_000
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    cors_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ValueError(f"http.port must lie between 0 and 65535, not {self.port}")
-        for name in ("max_body_bytes", "body_timeout", "write_timeout", "ping_interval", "headers_within"):
+        for name in (
+            "max_body_bytes",
+            "body_timeout",
+            "write_timeout",
+            "ping_interval",
+            "headers_within",
+            "header_timeout",
+            "idle_timeout",
+        ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"http.{name} must be positive, not {getattr(self, name)}")
         for name in ("max_prompts", "max_choices", "threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"http.{name} must be at least 1, not {getattr(self, name)}")
+        if self.max_connections < 0:
+            raise ValueError(f"http.max_connections must be at least 0 (no limit), not {self.max_connections}")
+        if self.max_header_bytes < 1024:
+            raise ValueError(f"http.max_header_bytes must be at least 1024, not {self.max_header_bytes}")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("http.tls_cert and http.tls_key go together: give both (--tls-cert, --tls-key) or neither")
+        check_origins(self.cors_origins)
+
+
+def check_origins(origins: tuple[str, ...]) -> None:
+    """Raises ValueError for what no browser would send as its Origin."""
+    for origin in origins:
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s?#@]+", origin):
+            raise ValueError(f"http.cors_origins takes origins as https://app.example.com, or *, not {origin[:100]!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +118,14 @@ class SessionsConfig:
 
 @dataclass(frozen=True, slots=True)
 class GatewayConfig:
-    """Everything the HTTP front is told. `api_keys` empty: everybody may use it, scoped by the key they present.
+    """Everything the HTTP front is told.
 
     `session_sources`: where to look for a session's name, in order (`sessions.identity.SOURCES`).
     """
 
     models: tuple[ModelConfig, ...]
     http: HttpConfig = field(default_factory=HttpConfig)
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    auth: AuthConfig = field(default_factory=AuthConfig)
     session_sources: tuple[str, ...] = DEFAULT_ORDER
     turns: TurnsConfig = field(default_factory=TurnsConfig)
     sessions: SessionsConfig = field(default_factory=SessionsConfig)

@@ -16,14 +16,17 @@ from gateway.router.config import RouterConfig
 from gateway.router.router import Router
 from gateway.telemetry.stages import StageTimes
 from gateway.telemetry.telemetry import Telemetry
-from gateway.turn import Prompt, SessionRef
+from gateway.turn import Migration, Prompt, SessionRef
+from gateway.workers.attempt import Placement
 from gateway.workers.base import Worker, WorkerError
-from gateway.workers.generation import Hooks, Placement, PooledGeneration
+from gateway.workers.clients import open_client
+from gateway.workers.generation import Hooks, Limits, PooledGeneration
 from gateway.workers.member import Member, ProbeConfig
 from gateway.workers.pool import MakeClient, WorkerPool
 from gateway.workers.protocol import GenerateRequest, RetentionHint, SamplingParams, WorkerInfo
-from gateway.workers.replica import ReplicaClient
 from gateway.workers.retention import RetentionHints
+from gateway.workers.spec import WorkerSpec
+from gateway.workers.transport import Patience
 from gateway.workers.views import WorkerView
 from prefix_cache.hashing import BlockHash, JoinedDigests
 from prefix_cache.index import ResidencyIndex
@@ -38,13 +41,17 @@ class PoolConfig:
     """Settings of the worker pool; times are seconds.
 
     `models`: what the pool may serve, the default first; a worker with another model is kept apart. Empty: the model of
-    the first worker. `aliases`: further name -> model. `max_attempts`: workers tried for one turn. `accept_timeout`: for a
-    worker to accept a request, which may include compiling a grammar. `probe_timeout`: for every other answer of a worker.
+    the first worker. `aliases`: further name -> model. `max_attempts`: workers tried for one turn. `max_migrations`: how often
+    a generation that has begun may lose its worker and go on with another; `resume_wait`: how long it waits for one to be
+    there. `accept_timeout`: for a worker to accept a request, which may include compiling a grammar. `probe_timeout`: for every
+    other answer of a worker.
     """
 
     models: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     max_attempts: int = 3
+    max_migrations: int = 5
+    resume_wait: float = 30.0
     retry_after: float = 2.0
     connect_timeout: float = 3.0
     accept_timeout: float = 120.0
@@ -56,6 +63,10 @@ class PoolConfig:
     def __post_init__(self) -> None:
         if self.max_attempts < 1:
             raise ValueError(f"pool.max_attempts must be at least 1, not {self.max_attempts}")
+        if self.max_migrations < 0:
+            raise ValueError(f"pool.max_migrations must be 0 or more, not {self.max_migrations}")
+        if self.resume_wait < 0:
+            raise ValueError(f"pool.resume_wait must be 0 or more, not {self.resume_wait}")
         for name in ("connect_timeout", "accept_timeout", "poll_interval", "probe_timeout", "unresponsive_after"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"pool.{name} must be positive, not {getattr(self, name)}")
@@ -78,7 +89,7 @@ class PoolDispatcher:
         self.index = ResidencyIndex(config.router.max_indexed_blocks, config.router.max_predicted_blocks)
         self.router = Router(config.router, self.index, clock)
         self.pool = WorkerPool(
-            make_client if make_client is not None else self._replica_client,
+            make_client if make_client is not None else self._client,
             self.index,
             ProbeConfig(config.poll_interval, config.unresponsive_after),
             clock,
@@ -100,9 +111,10 @@ class PoolDispatcher:
         if self._background:
             await asyncio.gather(*self._background, return_exceptions=True)
 
-    def add_worker(self, name: str, url: str) -> None:
-        """Starts looking after a worker at `http://host:port` or `unix:PATH`. An earlier one of that name is replaced."""
-        self.pool.add(name, url)
+    def add_worker(self, name: str, worker: str | WorkerSpec) -> None:
+        """Starts looking after a worker; a bare address (`http://host:port` or `unix:PATH`) is that of a replica of ours. An
+        earlier one of that name is replaced."""
+        self.pool.add(name, worker)
 
     def remove_worker(self, name: str) -> None:
         """Forgets a worker; its turns in flight go elsewhere or end with an error. Unknown names are ignored."""
@@ -128,8 +140,13 @@ class PoolDispatcher:
         priority: int,
         trace_headers: Mapping[str, str],
     ) -> PooledGeneration:
+<<<<<<< HEAD
         def place(excluded: set[str]) -> Placement:
             return self._place(request_id, model, session, prompt, excluded)
+=======
+        def place(excluded: set[str], generated: int) -> Placement:
+            return self._place(model, session, prompt, excluded, generated)
+>>>>>>> main
 
         generation = PooledGeneration(
             GenerateRequest(
@@ -141,11 +158,20 @@ class PoolDispatcher:
                 session=session.key,
                 tenant=session.tenant,
                 cache_salt=prompt.cache_salt,
+                model=self.pool.adapter(model),
             ),
             prompt.num_tokens,
             trace_headers,
-            self._config.max_attempts,
-            Hooks(place, self._retried, self._abort_later, self.router.generated),
+            Limits(self._config.max_attempts, self._config.max_migrations, self._config.resume_wait),
+            Hooks(
+                place=place,
+                retried=self._retried,
+                abort_later=self._abort_later,
+                generated=self.router.generated,
+                changed=self.pool.wait_changed,
+                migrated=self._migrated,
+                lost=self._lost,
+            ),
         )
         await generation.begin()
         return generation
@@ -176,26 +202,44 @@ class PoolDispatcher:
         info = member.info if member is not None else None
         return member.client if member is not None and info is not None and info.capabilities.retention_hints else None
 
+<<<<<<< HEAD
     def _place(self, request_id: str, model: str, session: SessionRef, prompt: Prompt, excluded: set[str]) -> Placement:
         members = {member.name: member for member in self.pool.candidates(model, excluded)}
+=======
+    def _place(self, model: str, session: SessionRef, prompt: Prompt, excluded: set[str], generated: int) -> Placement:
+        """`generated`: tokens that a lost worker made; only one that can go on from them will do."""
+        members = {
+            member.name: member
+            for member in self.pool.candidates(model, excluded)
+            if not generated or (member.info is not None and member.info.capabilities.resume)
+        }
+>>>>>>> main
         if not members:
             raise self.pool.none_up(model)
         info = next(iter(members.values())).info
         with self._stages.spent("route"):
             route = self.router.route(
                 digests=prompt.digests,
-                prompt_tokens=prompt.num_tokens,
+                prompt_tokens=prompt.num_tokens + generated,
                 block_size=info.block_size if info is not None else 1,
                 session=session,
                 loads=[member.load for member in members.values()],
                 request_id=request_id,
             )
         member = members[route.receipt.worker]
-        return Placement(member, route, member.books.open(prompt.num_tokens, route.receipt.matched_tokens))
+        return Placement(member, route, member.books.open(prompt.num_tokens + generated, route.receipt.matched_tokens))
 
     def _retried(self, worker: str) -> None:
         if self._telemetry is not None:
             self._telemetry.worker_failed(worker)
+
+    def _migrated(self, migration: Migration) -> None:
+        if self._telemetry is not None:
+            self._telemetry.stream_resumed(migration)
+
+    def _lost(self, worker: str) -> None:
+        if self._telemetry is not None:
+            self._telemetry.stream_lost(worker)
 
     def _abort_later(self, member: Member, request_id: str) -> None:
         if len(self._background) < _MAX_BACKGROUND:
@@ -206,13 +250,9 @@ class PoolDispatcher:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    def _replica_client(self, url: str) -> ReplicaClient:
-        return ReplicaClient(
-            url,
-            connect_timeout=self._config.connect_timeout,
-            reply_timeout=self._config.probe_timeout,
-            accept_timeout=self._config.accept_timeout,
-        )
+    def _client(self, spec: WorkerSpec) -> Worker:
+        config = self._config
+        return open_client(spec, Patience(config.connect_timeout, config.probe_timeout, config.accept_timeout))
 
 
 async def _supersede(member: Member, digests: bytes) -> None:

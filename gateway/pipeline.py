@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
@@ -82,9 +81,11 @@ class Pipeline:
         info: WorkerInfo,
         trace_headers: Mapping[str, str],
         *,
+        history: TurnHistory | None = None,
         plain: bool = False,
     ) -> RunningTurn:
-        """Starts the turn's prompts on workers. `plain`: the text is never a tool call (completions).
+        """Starts the turn's prompts on workers. `history`: its part in its session. `plain`: the text is never a tool call
+        (completions).
 
         Raises TurnError. Whoever gets the RunningTurn must close it.
         """
@@ -106,34 +107,37 @@ class Pipeline:
             await asyncio.shield(close_all(generations))
             raise
         decoders = [self._decoder(model, turn, index, plain=plain) for index in range(turn.sampling.n * len(prompts))]
-        return RunningTurn(generations, decoders, Usage(prompt_tokens=sum(prompt.num_tokens for prompt in prompts)))
+        usage = Usage(prompt_tokens=sum(prompt.num_tokens for prompt in prompts))
+        return RunningTurn(generations, decoders, usage, turn.session if history is None else history.who)
 
     def residency(self, digests: Sequence[BlockHash]) -> Mapping[str, int]:
         """How many of a prompt's blocks, from the beginning, each worker holds."""
         return self._dispatcher.residency(digests)
 
-    async def settle(self, history: TurnHistory | None, running: RunningTurn | None, *, final: bool = False) -> None:
+    async def settle(
+        self, history: TurnHistory | None, running: RunningTurn | None, *, final: bool = False, missed: bool = False
+    ) -> None:
         """Writes a turn into its session: with its answer, or, where `running` is None, without one. `final`: with its answer
-        the session is over. A store that fails is no reason to fail the turn."""
+        the session is over. `missed`: it reused less than it could. A store that fails is no reason to fail the turn."""
         if self.keeper is None or history is None:
             return
-        answered = Answered()
-        ran_on = running.instances if running is not None else ""
-        made = history.continuation
-        history.continuation = dataclasses.replace(made, ledger=msgspec.structs.replace(made.ledger, worker_instance=ran_on))
+        answered = Answered(missed=missed)
         if running is not None:
             usage = running.usage
             answered = Answered(
-                running.choices,
-                running.workers,
-                usage.cached_tokens,
-                usage.completion_tokens,
-                running.worker_seconds,
-                called_tools(running),
+                choices=running.choices,
+                worker=running.workers,
+                instance=running.instances,
+                missed=missed,
+                cached_tokens=usage.cached_tokens,
+                completion_tokens=usage.completion_tokens,
+                seconds=running.worker_seconds,
+                called=called_tools(running),
             )
         try:
-            await self.keeper.close(history, answered)
-            if final and running is not None:
+            if not await self.keeper.close(history, answered):
+                self.watch.closed(history.tenant, history.key)
+            elif final and running is not None:
                 await self.keeper.forget(history.tenant, history.key)
         except Exception:
             log.exception("the ledger of session %s could not be written", history.key)

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from gateway.choices import ChoiceDecoder, ChoiceState, TurnEvent
-from gateway.turn import Generation, Receipt, TurnError
+from gateway.turn import Generation, Migration, Receipt, SessionRef, TurnError
 from gateway.workers.protocol import Chunk, Done, Finished, Tokens
 
 _AHEAD = 16
@@ -29,6 +29,9 @@ class Usage:
 
 async def close_all(generations: Sequence[Generation]) -> None:
     """Ends all of them, whatever becomes of one; then raises what went wrong first."""
+    if len(generations) == 1:
+        await generations[0].aclose()
+        return
     results = await asyncio.gather(*(generation.aclose() for generation in generations), return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
@@ -38,8 +41,12 @@ async def close_all(generations: Sequence[Generation]) -> None:
 class RunningTurn:
     """Generations of one turn (one for each prompt) and the decoders of their choices, numbered prompt by prompt."""
 
-    def __init__(self, generations: Sequence[Generation], decoders: Sequence[ChoiceDecoder], usage: Usage) -> None:
-        """`decoders`: as many for each generation, in order. `usage`: with the prompts already counted."""
+    def __init__(
+        self, generations: Sequence[Generation], decoders: Sequence[ChoiceDecoder], usage: Usage, session: SessionRef
+    ) -> None:
+        """`decoders`: as many for each generation, in order. `usage`: with the prompts already counted. `session`: whose turn
+        it is; for one that named none, the session it was recognised as."""
+        self.session = session
         self._generations = tuple(generations)
         self._decoders = tuple(decoders)
         self._per_generation = len(decoders) // len(generations)
@@ -47,8 +54,9 @@ class RunningTurn:
         self._completion = [0] * len(generations)
         self._prompt_tokens = usage.prompt_tokens
         self._seconds = [(0.0, 0.0)] * len(generations)
+        self._cached_known = [True] * len(generations)
         self._closing: asyncio.Future[None] | None = None
-        self._released: tuple[tuple[Receipt, ...], tuple[ChoiceState, ...]] | None = None
+        self._released: tuple[tuple[Receipt, ...], tuple[ChoiceState, ...], tuple[Migration, ...]] | None = None
 
     @property
     def receipts(self) -> tuple[Receipt, ...]:
@@ -56,6 +64,13 @@ class RunningTurn:
         if self._released is not None:
             return self._released[0]
         return tuple(generation.receipt for generation in self._generations)
+
+    @property
+    def migrations(self) -> tuple[Migration, ...]:
+        """How generations changed workers after they had started, prompt by prompt."""
+        if self._released is not None:
+            return self._released[2]
+        return tuple(migration for generation in self._generations for migration in generation.migrations)
 
     @property
     def workers(self) -> str:
@@ -74,6 +89,11 @@ class RunningTurn:
         return Usage(self._prompt_tokens, sum(self._cached), sum(self._completion))
 
     @property
+    def cached_known(self) -> bool:
+        """Whether the workers have said how much was cached; until then `usage` has what was expected."""
+        return all(self._cached_known)
+
+    @property
     def worker_seconds(self) -> tuple[float, float]:
         """What workers spent on prefill and on decoding; known once `events` has ended."""
         return sum(prefill for prefill, _ in self._seconds), sum(decode for _, decode in self._seconds)
@@ -87,14 +107,15 @@ class RunningTurn:
 
     def release(self) -> None:
         """After the end: keeps what was said, where, and at what cost; prompts, connections and parsers go."""
-        self._released = (self.receipts, self.choices)
+        self._released = (self.receipts, self.choices, self.migrations)
         self._generations, self._decoders = (), ()
 
     async def started(self) -> None:
         """Waits until every prompt has left its worker's queue; then `usage.cached_tokens` is known. Raises TurnError."""
 
         async def wait(position: int, generation: Generation) -> None:
-            self._cached[position] = (await generation.started()).cached_tokens
+            started = await generation.started()
+            self._cached[position], self._cached_known[position] = started.cached_tokens, started.cached_known
 
         if len(self._generations) == 1:
             await wait(0, self._generations[0])
@@ -123,7 +144,7 @@ class RunningTurn:
                         yield delta
                         yield end
                     case Done():
-                        self._cached[position] = chunk.cached_tokens
+                        self._cached[position], self._cached_known[position] = chunk.cached_tokens, chunk.cached_known
                         self._completion[position] = chunk.completion_tokens
                         self._seconds[position] = (chunk.prefill_seconds, chunk.decode_seconds)
         unfinished = [choice.index for choice in self.choices if choice.finish_reason is None]

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import socket
+import ssl
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from gateway.app import MAX_HEADER_BYTES
+from gateway.certificate import Certificate
 from gateway.config import HttpConfig
+from gateway.connections import Connections
 
 
 class ListenError(Exception):
@@ -32,26 +37,43 @@ log = logging.getLogger(__name__)
 log.addFilter(_as_remarks)
 
 
+class _Site(web.BaseSite):
+    """A listening socket whose connections are made by a factory of ours."""
+
+    def __init__(self, runner: web.AppRunner, listen: Callable[[], Awaitable[asyncio.AbstractServer]], name: str) -> None:
+        super().__init__(runner)
+        self._listen = listen
+        self._shown = name
+
+    @property
+    def name(self) -> str:
+        return self._shown
+
+    async def start(self) -> None:
+        await super().start()
+        self._server = await self._listen()
+
+
 class HttpServer:
     """Serves an application on one TCP address. `async with` starts it, and ends it gracefully: no new connections, then
     up to `shutdown_timeout` seconds for the turns in flight.
 
-    A handler whose client leaves is cancelled at once; that is what aborts its generation.
+    A handler whose client leaves is cancelled at once; that is what aborts its generation. `reuse_port`: other processes
+    serve the same port. `tls` False: plain HTTP, whatever the settings say. `connections` knows how many there are.
     """
 
-    def __init__(self, app: web.Application, config: HttpConfig) -> None:
+    def __init__(self, app: web.Application, config: HttpConfig, *, reuse_port: bool = False, tls: bool = True) -> None:
         self._config = config
+        self._reuse_port = reuse_port
+        self._certificate: Certificate | None = None
+        if tls and config.tls_cert is not None and config.tls_key is not None:
+            self._certificate = Certificate(Path(config.tls_cert), Path(config.tls_key))
+        self._following: asyncio.Task[None] | None = None
         self._runner = web.AppRunner(
-            app,
-            handler_cancellation=True,
-            shutdown_timeout=config.shutdown_timeout,
-            access_log=None,
-            logger=log,
-            max_line_size=MAX_HEADER_BYTES,
-            max_field_size=MAX_HEADER_BYTES,
-            keepalive_timeout=75.0,
+            app, handler_cancellation=True, shutdown_timeout=config.shutdown_timeout, access_log=None, logger=log
         )
         self._port = config.port
+        self.connections: Connections | None = None
 
     @property
     def port(self) -> int:
@@ -61,14 +83,17 @@ class HttpServer:
     @property
     def url(self) -> str:
         """Where a client on this machine reaches it."""
+        scheme = "http" if self._certificate is None else "https"
         host = self._config.host
         if host in ("0.0.0.0", "", "::"):
             host = "127.0.0.1"
-        return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
+        return f"{scheme}://[{host}]:{self._port}" if ":" in host else f"{scheme}://{host}:{self._port}"
 
     async def __aenter__(self) -> HttpServer:
+        """Raises ListenError, TlsError."""
+        context = self._certificate.load() if self._certificate is not None else None
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._config.host, self._config.port, backlog=1024)
+        site = _Site(self._runner, lambda: self._listen(context), self.url)
         try:
             await site.start()
         except (OSError, OverflowError) as error:
@@ -77,10 +102,39 @@ class HttpServer:
         for address in self._runner.addresses:
             if isinstance(address, tuple):
                 self._port = address[1]
+        if self._certificate is not None:
+            self._following = asyncio.create_task(self._certificate.follow())
         return self
 
     async def __aexit__(self, *exc: object) -> None:
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
         await self._runner.cleanup()
+
+    async def _listen(self, context: ssl.SSLContext | None) -> asyncio.AbstractServer:
+        server = self._runner.server
+        if server is None:
+            raise RuntimeError("the runner was not set up")
+        config = self._config
+        self.connections = Connections(
+            server,
+            config,
+            logger=log,
+            access_log=None,
+            max_line_size=config.max_header_bytes,
+            max_field_size=config.max_header_bytes,
+            keepalive_timeout=config.idle_timeout,
+        )
+        return await asyncio.get_running_loop().create_server(
+            self.connections,
+            config.host,
+            config.port,
+            backlog=1024,
+            reuse_port=self._reuse_port or None,
+            ssl=context,
+            ssl_handshake_timeout=config.header_timeout if context is not None else None,
+        )
 
 
 def _why(config: HttpConfig, error: OSError | OverflowError) -> str:

@@ -110,12 +110,29 @@ class Receipt:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Migration:
+    """A request's worker was `lost` (`why` is a sentence) and another `worker` went on after `tokens` generated ones.
+    `at`: when it was lost, on the wall clock (Unix); `seconds`: from then until the other had accepted it."""
+
+    lost: str
+    worker: str
+    tokens: int
+    at: float
+    seconds: float
+    why: str
+
+
 class Generation(Protocol):
     """A request in flight on a worker. Leaving it early (`aclose`) aborts it there."""
 
     @property
     def receipt(self) -> Receipt:
-        """Where it went and why."""
+        """Where it went and why; of several workers, the last."""
+
+    @property
+    def migrations(self) -> Sequence[Migration]:
+        """How it changed workers after it had started."""
 
     async def started(self) -> Started:
         """Waits until the worker has taken it out of its queue. Raises TurnError when it never will."""

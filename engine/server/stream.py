@@ -79,6 +79,7 @@ class RequestStream:
     ) -> None:
         self.request_id = request.request_id
         self.choices = request.sampling.n
+        self._finished_before = frozenset(index for index, choice in enumerate(request.resume) if choice.finished)
         self.session = request.session
         self.arrived = arrived
         self.trace_headers: Mapping[str, str] = {} if trace_headers is None else trace_headers
@@ -123,7 +124,7 @@ class RequestStream:
     def push_abort(self, at: float) -> None:
         """Ends it as the protocol says for a request that was aborted: the open choices and Done, with what is known here."""
         for index in range(self.choices):
-            if index not in self.finished:
+            if index not in self.finished and index not in self._finished_before:
                 self.push(Finished("abort", index), at)
         started_at = at if self.started_at is None else self.started_at
         first_token_at = at if self.first_token_at is None else self.first_token_at

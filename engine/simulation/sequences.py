@@ -6,8 +6,9 @@ import struct
 from dataclasses import dataclass, field
 
 from engine.core import RequestRefused
+from engine.resuming import resumed_tokens
 from engine.sampling import params
-from engine.sampling.stopping import StopChecker
+from engine.sampling.stopping import StopChecker, StopDecision
 from engine.simulation.config import SimulationConfig
 from gateway.workers.protocol import GenerateRequest, SamplingParams
 from grammar.detokenizer import Detokenizer
@@ -27,6 +28,8 @@ class Prepared:
     root: bytes
     digests: tuple[bytes, ...]
     max_total: int
+    resumed: tuple[tuple[bool, tuple[int, ...]], ...] = ()
+    """Of a request that another worker began, for each choice: whether it has ended there, else the ids it generated."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -54,6 +57,7 @@ def prepare(request: GenerateRequest, config: SimulationConfig, namespace: bytes
     if sampling.n > config.max_num_seqs:
         message = f"n is {sampling.n}, but this replica runs at most {config.max_num_seqs} choices at once; ask for fewer."
         raise RequestRefused("invalid_sampling", message, "sampling.n")
+    resumed = resumed_tokens(request, config.vocab_size, greedy=sampling.temperature == 0.0)
     root = root_digest(namespace, request.cache_salt)
     return Prepared(
         request_id=request.request_id,
@@ -63,6 +67,7 @@ def prepare(request: GenerateRequest, config: SimulationConfig, namespace: bytes
         root=root,
         digests=tuple(block_digests(packed, root, config.block_size)),
         max_total=_max_total(prompt, sampling.max_tokens, config),
+        resumed=tuple((choice.finished, tuple(ids)) for choice, ids in zip(request.resume, resumed, strict=True)),
     )
 
 
@@ -115,6 +120,8 @@ class Request:
     order: int
     sequences: list[Sequence] = field(default_factory=list)  # those that have not finished
     forked: bool = False
+    held: list[Sequence] = field(default_factory=list)  # queued once the first has computed the prompt
+    ended: list[tuple[int, StopDecision]] = field(default_factory=list)  # choices whose last known token was their last
     started_at: float | None = None
     announced: bool = False
     first_token_at: float | None = None
@@ -162,10 +169,11 @@ class Sequence:
         """The packed tokens since the last full block."""
         return bytes(self.packed[len(self.digests) * self._block_bytes :])
 
-    def append(self, token_id: int) -> None:
-        """A generated token; its KV is computed by the next step."""
+    def append(self, token_id: int) -> StopDecision | None:
+        """A generated token; its KV is computed by the next step. Why it was the last, if it was."""
         self.packed += _TOKEN.pack(token_id)
         self.generated += 1
         if len(self.packed) == (len(self.digests) + 1) * self._block_bytes:
             block = bytes(self.packed[-self._block_bytes :])
             self.digests.append(chain_digest(self.parent(len(self.digests)), block))
+        return self.checker.append(token_id)

@@ -9,7 +9,7 @@ from aiohttp import web
 from gateway.apis.bodies import parse_object, read_body
 from gateway.apis.endpoint import Arrival
 from gateway.apis.headers import KNOWN_AS
-from gateway.auth import ApiKeys
+from gateway.auth import ApiKeys, Caller
 from gateway.config import GatewayConfig
 from gateway.telemetry.stages import StageTimes
 from gateway.turn import SessionRef
@@ -19,15 +19,31 @@ from sessions.identity import identify
 class Arrivals:
     """Turns an HTTP request into an Arrival. Every method raises TurnError."""
 
-    def __init__(self, config: GatewayConfig, stages: StageTimes) -> None:
+    def __init__(self, config: GatewayConfig, keys: ApiKeys, stages: StageTimes) -> None:
         self._stages = stages
-        self._keys = ApiKeys(config.api_keys)
+        self._keys = keys
         self._http = config.http
         self._sources = config.session_sources
 
     def tenant(self, request: web.Request) -> str:
         """The tenant whose key the request carries."""
         return self._keys.tenant(request.headers)
+
+    def caller(self, request: web.Request) -> Caller:
+        """Who sent the request, and what they may do."""
+        return self._keys.caller(request.headers)
+
+    def scope(self, request: web.Request) -> str:
+        """The tenant whose sessions a request is about: the caller's, or, for administrators, the one in `?tenant=ID`."""
+        named = request.query.get("tenant")
+        if named is None:
+            return self.tenant(request)
+        self.require_admin(request)
+        return named
+
+    def require_admin(self, request: web.Request) -> None:
+        """Returns when the request may administer the gateway (docs/security.md). Handlers for them begin so."""
+        self._keys.require_admin(request)
 
     async def body(self, request: web.Request) -> tuple[Arrival, list[str]]:
         """The request's JSON object, and warnings. The key is checked before anything is read."""

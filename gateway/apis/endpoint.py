@@ -100,7 +100,9 @@ class TurnEndpoint:
             prompts, history = await make_prompts(info)
             watched = self._pipeline.watch.began(turn, history)
             try:
-                running = await self._pipeline.run(model, turn, prompts, info, span.trace_headers(), plain=plain)
+                running = await self._pipeline.run(
+                    model, turn, prompts, info, span.trace_headers(), history=history, plain=plain
+                )
             except BaseException as error:
                 if not is_refusal(error):
                     await asyncio.shield(self._pipeline.settle(history, None))
@@ -112,7 +114,8 @@ class TurnEndpoint:
         async def settle(begun: Begun, complete: bool) -> None:
             running = begun.running if complete else None
             self._pipeline.watch.ended(begun.watched, running)
-            await self._pipeline.settle(begun.history, running, final=turn.session.final)
+            missed = begun.watched is not None and begun.watched.miss is not None
+            await self._pipeline.settle(begun.history, running, final=turn.session.final, missed=missed)
 
         def first_token() -> None:
             outcome.first_token = time.monotonic() - arrival.monotonic
@@ -162,6 +165,9 @@ class TurnEndpoint:
             self._conclude(arrival, turn, model, answer, outcome, failure, tell=tell)
             if begun is not None and begun.watched is not None and begun.watched.miss is not None:
                 span.missed(begun.watched.miss)
+            if outcome.running is not None and joined is not None and joined.how is None:
+                for migration in outcome.running.migrations:
+                    span.migrated(migration)
             if failure is None and outcome.running is not None:
                 usage = outcome.running.usage
                 span.finished(
@@ -204,7 +210,7 @@ class TurnEndpoint:
         miss = watched.miss if watched is not None else None
         return {
             REQUEST_ID: arrival.request_id,
-            **session_headers(turn.session),
+            **session_headers(begun.running.session),
             **placement_headers(begun.running, started=started),
             **miss_header(miss),
             **attached_header(joined.how, joined.first),
@@ -249,13 +255,16 @@ class TurnEndpoint:
         seen = False
         while True:
             if await reader.wait(max(0.0, interval - stream.idle)):
-                event = reader.take()
+                frames: list[bytes] = []
+                while reader.ready and (event := reader.take()) is not None:
+                    if not seen and _has_tokens(event):
+                        seen = True
+                        first_token()
+                    frames.append(answer.event(event))
+                # What came at once goes at once.
+                await stream.send(b"".join(frames))
                 if event is None:
                     return
-                if not seen and _has_tokens(event):
-                    seen = True
-                    first_token()
-                await stream.send(answer.event(event))
             if stream.idle >= interval:
                 await stream.send(PING)
 
@@ -283,7 +292,7 @@ class TurnEndpoint:
             request_id=turn.request_id,
             dialect=answer.dialect,
             model=model.name,
-            session=turn.session,
+            session=running.session if running is not None else turn.session,
             started_at=arrival.wall_clock,
             duration=duration,
             time_to_first_token=outcome.first_token,
@@ -300,7 +309,7 @@ class TurnEndpoint:
         if tell:
             self._pipeline.tell(record)
         log.info(
-            "%s %s request=%s session=%s status=%d worker=%s prompt=%d cached=%d generated=%d seconds=%.3f%s",
+            "%s %s request=%s session=%s status=%d worker=%s prompt=%d cached=%d generated=%d seconds=%.3f%s%s",
             record.dialect,
             record.request_id,
             arrival.request_id,
@@ -311,6 +320,7 @@ class TurnEndpoint:
             record.cached_tokens,
             record.completion_tokens,
             duration,
+            f" resumed={len(running.migrations)}" if running is not None and running.migrations else "",
             f" error={record.error!r}" if record.error else "",
         )
 

@@ -22,7 +22,8 @@ _MAX_PAGE = 1000
 
 
 class SessionRoutes:
-    """Everybody sees the sessions of their own API key and no others: those of somebody else are not there."""
+    """Everybody sees the sessions of their own API key and no others: those of somebody else are not there. Administrators may
+    name a tenant (`?tenant=ID`)."""
 
     def __init__(self, pipeline: Pipeline, arrivals: Arrivals) -> None:
         self._pipeline = pipeline
@@ -37,7 +38,7 @@ class SessionRoutes:
 
     async def page(self, request: web.Request) -> web.Response:
         """Sessions in the order of their ids."""
-        tenant = self._arrivals.tenant(request)
+        tenant = self._arrivals.scope(request)
         page = await self._keeper.store.page(tenant, after=request.query.get("after") or None, limit=_limit(request))
         body = {
             "object": "list",
@@ -49,14 +50,14 @@ class SessionRoutes:
 
     async def show(self, request: web.Request) -> web.Response:
         """One session with its branches, and where their blocks are."""
-        record = await known_session(self._pipeline, self._arrivals.tenant(request), _id(request))
+        record = await known_session(self._pipeline, self._arrivals.scope(request), _id(request))
         body = _summary(record)
         body["branches"] = [self._branch(ledger) for ledger in record.branches]
         return _json(body)
 
     async def fork(self, request: web.Request) -> web.Response:
         """A new session with the history of this one. Body: {"session_id": name}, or none for a name of our own."""
-        tenant = self._arrivals.tenant(request)
+        tenant = self._arrivals.scope(request)
         name: Any = None
         if request.can_read_body:
             arrival, _ = await self._arrivals.body(request)
@@ -72,7 +73,7 @@ class SessionRoutes:
     async def delete(self, request: web.Request) -> web.Response:
         """Forgets a session; workers may give up its blocks first."""
         key = _id(request)
-        tenant = self._arrivals.tenant(request)
+        tenant = self._arrivals.scope(request)
         if not await self._keeper.forget(tenant, key):
             raise _unknown(key)
         self._pipeline.watch.closed(tenant, key)

@@ -33,7 +33,7 @@ class WatchRoutes:
 
     async def gaps(self, request: web.Request) -> web.Response:
         """`?tool=NAME`: of one tool; `tool=` of turns that called none."""
-        tenant = self._arrivals.tenant(request)
+        tenant = self._arrivals.scope(request)
         wanted = request.query.get("tool")
         rows = self._watch.gaps.model.rows(tenant, tool=None if wanted is None else bounded_key(wanted) if wanted else NO_TOOL)
         if wanted is not None and not rows:
@@ -43,7 +43,7 @@ class WatchRoutes:
 
     async def misses(self, request: web.Request) -> web.Response:
         """The last misses of a session, the newest first, and advice. 404 where GET /v1/sessions/{id} says so."""
-        tenant = self._arrivals.tenant(request)
+        tenant = self._arrivals.scope(request)
         key = bounded_key(request.match_info["id"])
         await known_session(self._pipeline, tenant, key)
         misses = self._watch.misses.log.misses(tenant, key)

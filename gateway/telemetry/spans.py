@@ -105,8 +105,10 @@ class OpenSpan:
     def set(self, attributes: Mapping[str, AttributeValue]) -> None:
         self._span.set_attributes(rename(attributes, legacy=self._legacy))
 
-    def event(self, name: str, attributes: Mapping[str, AttributeValue]) -> None:
-        self._span.add_event(name, rename(attributes, legacy=self._legacy))
+    def event(self, name: str, attributes: Mapping[str, AttributeValue], at: float | None = None) -> None:
+        """`at`: seconds on the wall clock; None: now."""
+        timestamp = None if at is None else int(at * 1e9)
+        self._span.add_event(name, rename(attributes, legacy=self._legacy), timestamp)
 
     def end(self, failure: str | None = None) -> None:
         """`failure`: a sentence that marks the span as failed."""

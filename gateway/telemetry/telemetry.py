@@ -12,7 +12,7 @@ from gateway.telemetry.failures import classify
 from gateway.telemetry.metrics import GatewayMetrics
 from gateway.telemetry.names import turn_attributes
 from gateway.telemetry.stages import StageTimes
-from gateway.turn import Receipt, Turn
+from gateway.turn import Migration, Receipt, Turn
 from gateway.workers.views import WorkerView
 from prefix_cache.hashing import DIGEST_BYTES
 from sessions.continuation import Continuation
@@ -21,6 +21,7 @@ from sessions.shared import SharedSessions
 from sessions.store import StoreStats
 
 if TYPE_CHECKING:
+    from gateway.server import HttpServer
     from gateway.telemetry.spans import OpenSpan, Tracing
 
 Operation = Literal["chat", "text_completion"]
@@ -74,6 +75,22 @@ class TurnSpan:
         self._metrics.attached.labels(how).inc()
         if self._span is not None:
             self._span.set({"turnkeep.turn.attached": how, "turnkeep.turn.first_request": first})
+
+    def migrated(self, migration: Migration) -> None:
+        """The turn's generation went on on another worker. `Telemetry.stream_resumed` counts it."""
+        if self._span is not None and not self._ended:
+            self._span.set({"turnkeep.replica": migration.worker})
+            self._span.event(
+                "turnkeep.resumed",
+                {
+                    "turnkeep.resumed.lost": migration.lost,
+                    "turnkeep.replica": migration.worker,
+                    "turnkeep.resumed.tokens": migration.tokens,
+                    "turnkeep.resumed.seconds": migration.seconds,
+                    "turnkeep.resumed.why": migration.why,
+                },
+                at=migration.at,
+            )
 
     def missed(self, miss: Miss) -> None:
         """The turn reused less than its predecessor left. `Telemetry.missed` counts it."""
@@ -192,6 +209,10 @@ class Telemetry:
         """Where the metrics find the workers. Call once."""
         self.metrics.watch_pool(workers)
 
+    def watch_connections(self, server: HttpServer) -> None:
+        """Where the metrics find the connections. Call once."""
+        self.metrics.watch_connections(server)
+
     def watch_sessions(self, stats: Callable[[], StoreStats]) -> None:
         """Where the metrics find the sessions' store. Call once."""
         self.metrics.watch_sessions(stats)
@@ -224,6 +245,15 @@ class Telemetry:
     def worker_failed(self, worker: str) -> None:
         """A worker failed a request before its first chunk."""
         self.metrics.worker_failures.labels(self.metrics.worker_label(worker)).inc()
+
+    def stream_resumed(self, migration: Migration) -> None:
+        """A generation lost its worker, and another went on."""
+        self.metrics.streams_resumed.labels(self.metrics.worker_label(migration.lost)).inc()
+        self.metrics.resume_seconds.observe(migration.seconds)
+
+    def stream_lost(self, worker: str) -> None:
+        """A generation ended because its worker was lost, or failed it."""
+        self.metrics.streams_lost.labels(self.metrics.worker_label(worker)).inc()
 
     def turn_attached(self, result: str) -> None:
         """A retry could not attach to its turn (`refused`); `TurnSpan.attached` counts those that did."""

@@ -65,6 +65,7 @@ class FakeGeneration:
     receipt: Receipt = field(default_factory=lambda: Receipt("replica-0", "prefix", 0, 1))
     closed: bool = False
     taken: int = 0
+    migrations: tuple = ()
 
     @functools.cached_property
     def cached(self):

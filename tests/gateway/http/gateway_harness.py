@@ -7,6 +7,7 @@ import aiohttp
 import orjson
 from fake_dispatcher import FakeDispatcher, FakeObserver
 
+from gateway.access.config import AuthConfig
 from gateway.app import make_app
 from gateway.config import GatewayConfig, HttpConfig, ModelConfig, SessionsConfig
 from gateway.models import ModelRegistry, ServedModel
@@ -69,6 +70,7 @@ async def run_gateway(
     directory,
     *,
     api_keys=(),
+    auth=None,
     aliases=(),
     max_model_len=2048,
     reasons=tuple,
@@ -77,11 +79,12 @@ async def run_gateway(
     misses=None,
     **http,
 ):
+    auth = auth or {}
     sessions = {name: http.pop(name) for name in ("max_bytes",) if name in http}
     config = GatewayConfig(
         models=(ModelConfig("tiny", directory, aliases),),
         http=HttpConfig(port=0, **http),
-        api_keys=api_keys,
+        auth=AuthConfig(keys=tuple(api_keys), **auth),
         turns=turns or TurnsConfig(),
         misses=misses or MissesConfig(),
         sessions=SessionsConfig(ledger=ledger, **sessions),

@@ -3,7 +3,8 @@ import asyncio
 import pytest
 from gateway_harness import run_gateway
 
-from gateway.auth import ApiKeys, read_key_file
+from gateway.access.config import AuthConfig
+from gateway.auth import ApiKeys
 from gateway.config import GatewayConfig, HttpConfig, ModelConfig
 from gateway.server import HttpServer, ListenError
 from gateway.turn import TurnError
@@ -112,7 +113,7 @@ async def test_api_keys(tiny_model):
                 assert response.status == 401
         for path in ("/tokenize", "/detokenize"):
             await gateway.json(path, {"prompt": "a"}, status=401)
-        for path in ("/health", "/ready", "/metrics"):
+        for path in ("/health", "/ready"):
             async with gateway.http.get(gateway.url + path) as response:
                 assert response.status == 200
         for headers in ({"Authorization": "Bearer key-1"}, {"authorization": "bearer key-2"}, {"x-api-key": "key-2"}):
@@ -121,24 +122,13 @@ async def test_api_keys(tiny_model):
         assert tenants == [tenant_of("key-1"), tenant_of("key-2"), tenant_of("key-2")]
 
 
-def test_key_files(tmp_path):
-    path = tmp_path / "keys"
-    path.write_text("# ours\nkey-1\n\n  key-2  \n")
-    assert read_key_file(path) == ("key-1", "key-2")
-    path.write_text("# none\n")
-    with pytest.raises(ValueError, match="holds no key"):
-        read_key_file(path)
-    with pytest.raises(ValueError, match="cannot be read"):
-        read_key_file(tmp_path / "absent")
-
-
 def test_without_keys_everybody_comes_in_scoped_by_what_they_present():
-    keys = ApiKeys(())
+    keys = ApiKeys(AuthConfig())
     assert not keys.required
     assert keys.tenant({}) == ""
     assert keys.tenant({"Authorization": "Bearer a"}) == tenant_of("a") != ""
     with pytest.raises(TurnError):
-        ApiKeys(("x",)).tenant({"Authorization": "Bearer \udce9"})
+        ApiKeys(AuthConfig(keys=("x",))).tenant({"Authorization": "Bearer \udce9"})
 
 
 async def test_a_port_in_use_is_a_sentence(tiny_model):
@@ -162,7 +152,7 @@ def test_settings_out_of_range(tmp_path):
         GatewayConfig(models=(model,), session_sources=("x",))
     with pytest.raises(ValueError, match="at least one model"):
         GatewayConfig(models=())
-    assert "secret" not in repr(GatewayConfig(models=(model,), api_keys=("secret",)))
+    assert "secret" not in repr(GatewayConfig(models=(model,), auth=AuthConfig(keys=("secret",))))
 
 
 @pytest.mark.parametrize(

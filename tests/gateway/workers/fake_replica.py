@@ -84,6 +84,7 @@ class FakeReplica:
     left: list = field(default_factory=list)
     superseded: list = field(default_factory=list)
     can_supersede: bool = True
+    can_resume: bool = False
     blocks: dict = field(default_factory=dict)
     event_subscribers: int = 0
     drop_events: asyncio.Event = field(default_factory=asyncio.Event)
@@ -139,7 +140,7 @@ class FakeReplica:
                 max_model_len=self.max_model_len,
                 vocab_size=self.vocab_size,
                 max_concurrency=self.max_concurrency,
-                capabilities=Capabilities(supersede=self.can_supersede),
+                capabilities=Capabilities(supersede=self.can_supersede, resume=self.can_resume),
             )
         )
 

@@ -71,7 +71,7 @@ async def test_a_finished_stream_gives_its_connection_back(replica, client):
         stream = await client.generate(request(), {})
         await collect(stream)
         await stream.finish()
-    connector = client._session.connector
+    connector = client._http._session.connector
     assert len(connector._acquired) == 0
     assert sum(len(idle) for idle in connector._conns.values()) == 1
 
@@ -141,7 +141,7 @@ async def test_broken_streams(replica, client, script, said):
 async def test_a_line_without_end_is_bounded(replica, client):
     replica.scripts.append([Started(3, 0, 0), *[b"x" * 100_000] * 20])
     stream = await client.generate(request(), {})
-    stream._lines._max_line = 2**20
+    stream._lines._lines._max_line = 2**20
     with pytest.raises(WorkerUnavailableError, match="longer than"):
         await collect(stream)
 
@@ -244,10 +244,11 @@ async def test_something_that_speaks_no_http(tmp_path):
 
 
 async def test_a_worker_that_accepts_nothing_in_time(replica, client):
-    client._accept_timeout = 0.05
+    hasty = ReplicaClient(client.url, accept_timeout=0.05)
     replica.scripts.append([HANG])
     with pytest.raises(WorkerUnavailableError, match=r"did not accept a request within 0\.05 s") as caught:
-        await client.generate(request(), {})
+        await hasty.generate(request(), {})
+    await hasty.aclose()
     assert caught.value.reached
 
 

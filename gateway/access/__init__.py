@@ -1,0 +1,1 @@
+"""Who may use the gateway, as which tenant, and how much of it."""
