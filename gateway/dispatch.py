@@ -140,13 +140,8 @@ class PoolDispatcher:
         priority: int,
         trace_headers: Mapping[str, str],
     ) -> PooledGeneration:
-<<<<<<< HEAD
-        def place(excluded: set[str]) -> Placement:
-            return self._place(request_id, model, session, prompt, excluded)
-=======
         def place(excluded: set[str], generated: int) -> Placement:
-            return self._place(model, session, prompt, excluded, generated)
->>>>>>> main
+            return self._place(request_id, model, session, prompt, excluded, generated)
 
         generation = PooledGeneration(
             GenerateRequest(
@@ -202,18 +197,15 @@ class PoolDispatcher:
         info = member.info if member is not None else None
         return member.client if member is not None and info is not None and info.capabilities.retention_hints else None
 
-<<<<<<< HEAD
-    def _place(self, request_id: str, model: str, session: SessionRef, prompt: Prompt, excluded: set[str]) -> Placement:
-        members = {member.name: member for member in self.pool.candidates(model, excluded)}
-=======
-    def _place(self, model: str, session: SessionRef, prompt: Prompt, excluded: set[str], generated: int) -> Placement:
+    def _place(
+        self, request_id: str, model: str, session: SessionRef, prompt: Prompt, excluded: set[str], generated: int
+    ) -> Placement:
         """`generated`: tokens that a lost worker made; only one that can go on from them will do."""
         members = {
             member.name: member
             for member in self.pool.candidates(model, excluded)
             if not generated or (member.info is not None and member.info.capabilities.resume)
         }
->>>>>>> main
         if not members:
             raise self.pool.none_up(model)
         info = next(iter(members.values())).info

@@ -23,6 +23,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+_EQUAL_SECONDS = 0.001
+_EQUAL_SHARE = 0.02  # of the lowest cost: what is measured varies by more
+
 
 @dataclass(slots=True)
 class WorkerLoad:
@@ -90,10 +93,12 @@ def costs(candidates: Sequence[Candidate], home: str | None, weights: Weights) -
 
 
 def cheapest(candidates: Sequence[Candidate], home: str | None, weights: Weights) -> Candidate:
-    """The candidate of the lowest cost; of equals the session's home, then the longest match, then whoever rested longest."""
+    """The candidate of the lowest cost; of those that the estimates cannot tell apart the session's home, then the longest
+    match, then whoever rested longest."""
     found = costs(candidates, home, weights)
     lowest = min(found)
-    equals = [candidate for candidate, value in zip(candidates, found, strict=True) if value == lowest]
+    bound = lowest + max(_EQUAL_SECONDS, _EQUAL_SHARE * lowest)
+    equals = [candidate for candidate, value in zip(candidates, found, strict=True) if value <= bound]
     if len(equals) == 1:
         return equals[0]
     return min(equals, key=lambda c: (c.name != home, -c.matched_tokens, c.idle_rank, c.name))

@@ -60,7 +60,7 @@ def test_a_worker_that_lies_is_routed_by_load_and_one_that_reforms_by_its_index(
         route.finished()
     assert standing_of()["a"].trust.level is not Level.EXACT
     cluster.router.standings()["a"].trust.level = Level.LOAD
-    cluster.busy("a", queued=1)
+    cluster.busy("a", queued=200)
     fresh = tokens(800, 1000)
     cluster.store("a", fresh)
     route = cluster.route(fresh)
