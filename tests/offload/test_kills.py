@@ -9,7 +9,6 @@ import signal
 import time
 from pathlib import Path
 
-
 from offload.slot_layout import FREE, H_REBUILT, H_RECLAIMED, WRITING
 from tests.offload.killed_worker import SLOTS, one_round, open_tiers, work
 
