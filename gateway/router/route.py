@@ -97,11 +97,14 @@ class Route:
         self.standing.correct(self, self.standing.coefficients.work(new, cached), new)
         self._router.compare(self, self._promised, cached, self._digests, self._block_size)
 
-    def computed(self, cached_tokens: int) -> None:
-        """The first token has come: its KV is there, events will say so."""
+    def computed(self, cached_tokens: int | None) -> None:
+        """The first token has come: its KV is there, events will say so. None: the worker does not say what it had cached."""
         if self._ended or self.decision.outcome.time_to_first_token is not None:
             return
-        self.started(cached_tokens)
+        if cached_tokens is not None:
+            self.started(cached_tokens)
+        else:
+            cached_tokens = self.receipt.matched_tokens
         now = self._router.now()
         self.decision.outcome.time_to_first_token = now - self._placed_at
         self.standing.dequeue(self, now)

@@ -66,14 +66,15 @@ class Attempt:
         if self._first_token_at is None:
             self._first_token_at = time.monotonic()
             self._lease.running()
-            self.route.computed(self.cached_tokens)
+            self.route.computed(self.cached_tokens if self._started_at is not None else None)
 
-    def done(self, last: Done | None) -> None:
-        """It came to its end; the stream can be given back. None: the worker said that it could not finish it."""
+    def done(self, last: Done | None = None, *, good: bool = True) -> None:
+        """It came to its end, with these last words if any; the stream can be given back. `good` False: the worker said that it
+        could not finish it."""
         self.ended = True
-        if last is not None:
+        if good:
             self.member.succeeded()
-            self.route.finished(last.prefill_seconds, last.decode_seconds)
+            self.route.finished(*((last.prefill_seconds, last.decode_seconds) if last is not None else ()))
         else:
             self.route.abandoned()
         self._release()

@@ -172,7 +172,7 @@ class PooledGeneration:
                     yield self._progress.done(chunk, started.cached_tokens)
                     return
                 case Failed():
-                    attempt.done(None)
+                    attempt.done(good=False)
                     self._hooks.lost(attempt.member.name)
                     raise failure(attempt.member.name, chunk)
             yield chunk
