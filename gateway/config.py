@@ -138,5 +138,3 @@ class GatewayConfig:
 
     def __post_init__(self) -> None:
         check_order(self.session_sources)
-        if not self.models:
-            raise ValueError("at least one model must be configured")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gateway.config import ModelConfig
@@ -49,7 +49,7 @@ class ModelRegistry:
     """Models by name and alias; the first one is the default."""
 
     def __init__(self, models: Iterable[ServedModel]) -> None:
-        """Raises ValueError when there is none, or two share a name."""
+        """Raises ValueError when two share a name. None: all turns are for opaque workers."""
         self._models = tuple(models)
         self._by_name: dict[str, ServedModel] = {}
         for model in self._models:
@@ -57,21 +57,21 @@ class ModelRegistry:
                 if name in self._by_name:
                     raise ValueError(f"two models are named '{name}'; rename one")
                 self._by_name[name] = model
-        if not self._models:
-            raise ValueError("there is no model to serve")
 
     @property
     def all(self) -> tuple[ServedModel, ...]:
         """In the order configured."""
         return self._models
 
-    def find(self, name: str | None) -> ServedModel:
-        """The model of this name, the default for None. Raises TurnError 404 that names those there are."""
+    def find(self, name: str | None, also: Sequence[str] = ()) -> ServedModel:
+        """The model of this name, the default for None. Raises TurnError 404 that names those there are, `also` among them."""
         if name is None:
-            return self._models[0]
+            if self._models:
+                return self._models[0]
+            raise TurnError(400, "invalid_request", "model: this field is missing.", param="model")
         model = self._by_name.get(name)
         if model is None:
-            known = ", ".join(f"'{known}'" for known in list(self._by_name)[:16])
+            known = ", ".join(f"'{known}'" for known in [*self._by_name, *also][:16])
             raise TurnError(
                 404, "model_not_found", f"There is no model '{name[:128]}' here. Models are: {known}.", param="model"
             )

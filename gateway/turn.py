@@ -99,13 +99,15 @@ class Prompt:
 @dataclass(frozen=True, slots=True)
 class Receipt:
     """Why a request went where it went. `matched_tokens` is what the index promised; the answer tells what came true.
-    `instance`: of the worker (gateway.workers.protocol.WorkerInfo), as gateways name workers each for itself; "": not known."""
+    `instance`: of the worker (gateway.workers.protocol.WorkerInfo), as gateways name workers each for itself; "": not known.
+    `seconds`: the estimate of the time to the first token."""
 
     worker: str
     reason: str
     matched_tokens: int
     candidates: int
     instance: str = ""
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
