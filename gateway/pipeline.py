@@ -21,6 +21,7 @@ from gateway.watching.watch import TurnWatch, called_tools
 from gateway.workers.protocol import SamplingParams, WorkerInfo
 from grammar.detokenizer import Detokenizer
 from grammar.parser import StreamParser, TextParser
+from grammar.reasoning import ReasoningSplitter
 from grammar.stop import TextStream
 from grammar.tools import ToolChoice
 from prefix_cache.hashing import BlockHash
@@ -149,6 +150,9 @@ class Pipeline:
             parser = model.tool_format.parser(turn.tools, turn.tool_choice, model.tool_format.new_call_id)
         elif not plain and model.tool_format.owns_reasoning:
             parser = model.tool_format.parser((), ToolChoice("none"), model.tool_format.new_call_id)
+        tags = turn.thinking.tags if turn.thinking is not None and not plain else None
+        if turn.thinking is not None and tags is not None:
+            parser = ReasoningSplitter(parser, begin=tags.begin, end=tags.end, inside=turn.thinking.state == "open")
         stream = TextStream(
             self._detokenizers[model.name].showing(sampling.visible_tokens),
             sampling.stop,

@@ -117,7 +117,7 @@ class CallFormat:
         tags.check_tools(tools, self._limits)
         callable_ = tags.callable_tools(tools, choice)
         answer = schemas.answer(response_format)
-        reasons = (thinking.begin, thinking.end) if thinking is not None else ()
+        reasons = thinking.words if thinking is not None else ()
         if not callable_:
             content = answer if answer is not None else self._free_text(bool(tools), reasons)
             if content is None and (thinking is None or thinking.budget is None):

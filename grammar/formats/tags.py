@@ -105,14 +105,22 @@ def text_until(trigger: str, then: Tag, *, excludes: Sequence[str] = ()) -> Tag:
 
 def after_thinking(thinking: Thinking | None, content: Tag) -> Tag:
     """What may be reasoned before, up to its budget, and then the content."""
-    if thinking is None:
+    if thinking is None or thinking.tags is None:
         return content
-    inner: Tag = {"type": "any_text", "excludes": [thinking.begin, thinking.end]}
+    begin, end = thinking.tags.begin, thinking.tags.end
+    inner = text_without(*thinking.words)
     if thinking.budget is not None:
         inner["max_tokens"] = thinking.budget
+    after = [text(thinking.tags.after)] if thinking.tags.after else []
+    if thinking.tags.special:
+        region = [inner, {"type": "token", "token": end}, *after]
+        opening: Tag = {"type": "token", "token": begin}
+    else:
+        region = [tag("", inner, end), *after]
+        opening = text(begin)
     if thinking.state == "open":
-        return sequence(tag("", inner, thinking.end), text(thinking.after), content)
-    return sequence(optional(sequence(tag(thinking.begin, inner, thinking.end), text(thinking.after))), content)
+        return sequence(*region, content)
+    return sequence(optional(sequence(opening, *region)), content)
 
 
 class Schemas:
