@@ -27,7 +27,7 @@ class BudgetFor(Protocol):
 
 
 class ThinkingReader:
-    """Of one model. `tags` None: its template knows no reasoning, or `channels` are its way. Safe to use from several threads."""
+    """Of one model. `tags` None: its template knows no reasoning, or its way are channels. Thread-safe."""
 
     def __init__(self, renderer: ChatRenderer, tags: ThinkingTags | None, *, takes_effort: bool, channels: bool) -> None:
         self._renderer = renderer
