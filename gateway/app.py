@@ -10,12 +10,7 @@ from typing import NamedTuple
 import orjson
 from aiohttp import web
 
-from gateway.admission.buckets import Buckets
-from gateway.admission.controller import Admission
-from gateway.admission.gate import Gate
-from gateway.admission.limits import RateLimits
-from gateway.admission.rooms import Rooms
-from gateway.admission.shared_buckets import SharedBuckets
+from gateway.admission.gate import Gate, make_gate
 from gateway.apis.administration import AdminRoutes, Workers
 from gateway.apis.arrivals import Arrivals
 from gateway.apis.endpoint import TurnEndpoint
@@ -27,10 +22,10 @@ from gateway.apis.watching import WatchRoutes
 from gateway.auth import ADMINISTRATION, ApiKeys
 from gateway.config import GatewayConfig
 from gateway.cors import allow_origins, mark
+from gateway.passthrough.endpoint import PassThrough
 from gateway.pipeline import Pipeline
 from gateway.turn import TurnError
 from gateway.turns.registry import TurnRegistry
-from sessions.redis_link import RedisLink
 
 log = logging.getLogger(__name__)
 
@@ -40,11 +35,10 @@ ReadyReasons = Callable[[], Sequence[str]]
 
 
 class Applications(NamedTuple):
-    """What is served: to everybody, and on the port for administration; and what lets turns in."""
+    """What is served: to everybody, and on the port for administration."""
 
     public: web.Application
     administration: web.Application
-    admission: Admission
 
 
 def make_apps(
@@ -53,26 +47,28 @@ def make_apps(
     *,
     reasons: ReadyReasons = tuple,
     workers: Workers = tuple,
-    rooms: Rooms = lambda model: (),
-    shared_limits: RedisLink | None = None,
+    passthrough: PassThrough | None = None,
+    gate: Gate | None = None,
 ) -> Applications:
     """The applications. Serve them with `gateway.server.HttpServer`, which cancels a handler when its client leaves; the public
-    one always, as it owns what both use. `rooms`: what workers can take; without it every turn begins at once.
-    `shared_limits`: where gateways count together what keys use. Raises ValueError for keys that cannot be used."""
+    one always, as it owns what both use. `gate`: what lets turns in; without it every turn begins at once.
+    Raises ValueError for keys that cannot be used."""
     # Bodies are bounded while they are read (gateway.apis.bodies), in the caller's dialect.
     app = web.Application(middlewares=[allow_origins(config.http.cors_origins), _answer_errors], client_max_size=0)
     keys = ApiKeys(config.auth)
-    buckets = Buckets()
-    limits = RateLimits(buckets, SharedBuckets(shared_limits, buckets) if shared_limits is not None else None)
-    admission = Admission(config.admission, rooms)
-    gate = Gate(admission, limits)
-    pipeline.telemetry.watch_admission(admission, limits)
-    arrivals = Arrivals(config, keys, limits, pipeline.telemetry.stages)
+    gate = gate if gate is not None else make_gate(config, pipeline.telemetry)
+    arrivals = Arrivals(
+        config,
+        keys,
+        gate.limits,
+        pipeline.telemetry.stages,
+        keeps_raw=passthrough.takes if passthrough is not None else lambda body: False,
+    )
     endpoint = TurnEndpoint(pipeline, config.http, TurnRegistry(config.turns), gate)
-    OpenAIRoutes(pipeline, endpoint, arrivals, config.http).add_to(app.router)
+    OpenAIRoutes(pipeline, endpoint, arrivals, config.http, passthrough).add_to(app.router)
     administration = web.Application(middlewares=[_answer_errors], client_max_size=0)
     administration[ADMINISTRATION] = True
-    admin = AdminRoutes(arrivals, keys, pipeline.telemetry, workers, admission)
+    admin = AdminRoutes(arrivals, keys, pipeline.telemetry, workers, gate.admission)
     for each in (app, administration):
         # Administrators look at what tenants see, too.
         WatchRoutes(pipeline, arrivals).add_to(each.router)
@@ -83,7 +79,7 @@ def make_apps(
     app.on_response_prepare.append(_say_limits)
     app.cleanup_ctx.append(keys.follow)
     app.on_cleanup.append(_closing(pipeline, gate))
-    return Applications(app, administration, admission)
+    return Applications(app, administration)
 
 
 def make_app(config: GatewayConfig, pipeline: Pipeline, *, reasons: ReadyReasons = tuple) -> web.Application:

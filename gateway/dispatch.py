@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.admission.config import AdmissionConfig
-from gateway.admission.rooms import WorkerRoom, blocks_needed, reserved_output, room_of
+from gateway.admission.rooms import WorkerRoom, needed_blocks, reserved_output, room_of
 from gateway.router.config import RouterConfig
 from gateway.router.router import Router
 from gateway.telemetry.stages import StageTimes
@@ -137,7 +137,7 @@ class PoolDispatcher:
     def rooms(self, model: str) -> Sequence[WorkerRoom]:
         """What is left of the workers that may take a turn of a model now (gateway.admission.rooms.Rooms)."""
         try:
-            members = self.pool.candidates(model, frozenset())
+            members = self.pool.candidates(model, frozenset(), opaque=self.pool.is_opaque(model))
         except TurnError:
             return ()
         for member in members:
@@ -166,7 +166,17 @@ class PoolDispatcher:
         trace_headers: Mapping[str, str],
     ) -> PooledGeneration:
         def place(excluded: set[str], generated: int) -> Placement:
-            return self._place(model, session, prompt, sampling, excluded, generated)
+            tokens = prompt.num_tokens + generated
+            return self._place(
+                model,
+                session,
+                prompt.digests,
+                tokens,
+                excluded,
+                resumes=generated > 0,
+                request_id=request_id,
+                output=reserved_output(sampling, self._admission.output_reserve),
+            )
 
         generation = PooledGeneration(
             GenerateRequest(
@@ -222,34 +232,49 @@ class PoolDispatcher:
         info = member.info if member is not None else None
         return member.client if member is not None and info is not None and info.capabilities.retention_hints else None
 
-    def _place(
-        self, model: str, session: SessionRef, prompt: Prompt, sampling: SamplingParams, excluded: set[str], generated: int
+    def place_text(
+        self, model: str, session: SessionRef, digests: Sequence[BlockHash], tokens: int, excluded: set[str]
     ) -> Placement:
-        """`generated`: tokens that a lost worker made; only one that can go on from them will do."""
+        """Where a body for an opaque worker goes: by the digests of its chunks and a guess at its tokens. Raises TurnError."""
+        return self._place(model, session, digests, tokens, excluded, opaque=True)
+
+    def _place(
+        self,
+        model: str,
+        session: SessionRef,
+        digests: Sequence[BlockHash],
+        tokens: int,
+        excluded: set[str],
+        *,
+        resumes: bool = False,
+        opaque: bool = False,
+        request_id: str = "",
+        output: int = 0,
+    ) -> Placement:
+        """`resumes`: a lost worker began it, so only one that can go on will do. `output`: tokens for which KV is set aside."""
         members = {
             member.name: member
-            for member in self.pool.candidates(model, excluded)
-            if not generated or (member.info is not None and member.info.capabilities.resume)
+            for member in self.pool.candidates(model, excluded, opaque=opaque)
+            if not resumes or (member.info is not None and member.info.capabilities.resume)
         }
         if not members:
             raise self.pool.none_up(model)
         info = next(iter(members.values())).info
-        reserved = prompt.num_tokens + reserved_output(sampling, self._admission.output_reserve)
-        blocks = blocks_needed(reserved, info.block_size if info is not None else 1)
+        blocks = needed_blocks(tokens, output, info)
         # A worker that has no room left is none to choose, unless none has.
         roomy = {name: member for name, member in members.items() if (room := self._room(member)) and room.takes(blocks)}
         members = roomy or members
         with self._stages.spent("route"):
             route = self.router.route(
-                digests=prompt.digests,
-                prompt_tokens=prompt.num_tokens + generated,
+                digests=digests,
+                prompt_tokens=tokens,
                 block_size=info.block_size if info is not None else 1,
                 session=session,
                 loads=[member.load for member in members.values()],
+                request_id=request_id,
             )
         member = members[route.receipt.worker]
-        lease = member.books.open(prompt.num_tokens + generated, route.receipt.matched_tokens, blocks)
-        return Placement(member, route, lease)
+        return Placement(member, route, member.books.open(tokens, route.receipt.matched_tokens, blocks))
 
     def _retried(self, worker: str) -> None:
         if self._telemetry is not None:

@@ -7,16 +7,22 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from gateway.access.entries import PriorityClass
+from gateway.admission.buckets import Buckets
 from gateway.admission.controller import Admission, Ask, Ticket
 from gateway.admission.limits import Charge, RateLimits
-from gateway.admission.rooms import blocks_needed, reserved_output
+from gateway.admission.rooms import Rooms, needed_blocks, reserved_output
+from gateway.admission.shared_buckets import SharedBuckets
 from gateway.auth import Caller
+from gateway.config import GatewayConfig
 from gateway.histories.keeper import TurnHistory
 from gateway.running import Usage
+from gateway.telemetry.telemetry import Telemetry
 from gateway.turn import Prompt, SessionRef, Turn
 from gateway.workers.protocol import WorkerInfo
+from sessions.redis_link import RedisLink
 
 log = logging.getLogger(__name__)
 
@@ -47,11 +53,11 @@ class Pass:
         """They are all on their workers."""
         self._ticket.placed()
 
-    def left(self, usage: Usage | None) -> None:
-        """It has ended with this use; None: it never began."""
+    def left(self, usage: Usage | None, *, began: bool = False) -> None:
+        """It has ended with this use; None: nobody knows of any. Where it `began` nevertheless the estimate stays."""
         self._ticket.release()
         charge, self._charge = self._charge, None
-        if charge is not None:
+        if charge is not None and not (usage is None and began):
             used = 0 if usage is None else max(usage.prompt_tokens - usage.cached_tokens, 0) + usage.completion_tokens
             self._gate._settle(charge, used)
 
@@ -89,7 +95,7 @@ class Gate:
         ask = Ask(
             model,
             turn.session.tenant,
-            tuple(blocks_needed(prompt.num_tokens + output, info.block_size) for prompt in prompts),
+            tuple(needed_blocks(prompt.num_tokens, output, info) for prompt in prompts),
             tokens,
             cost,
             priority,
@@ -104,6 +110,20 @@ class Gate:
         self._remember(turn.session)
         return Pass(self, ticket, charge, len(prompts), headers)
 
+    async def enter_opaque(self, caller: Caller, turn: Turn, priority: PriorityClass, tokens: int, *, continuing: bool) -> Pass:
+        """The same for a turn that goes to its worker as it came, with a guess at its tokens."""
+        cost = float(tokens)
+        charge, headers = await self.limits.tokens(caller, cost)
+        continuing = continuing or self._is_known(turn.session)
+        try:
+            ticket = await self.admission.admit(Ask(turn.model, turn.session.tenant, (0,), tokens, cost, priority, continuing))
+        except BaseException:
+            if charge is not None:
+                self._settle(charge, 0)
+            raise
+        self._remember(turn.session)
+        return Pass(self, ticket, charge, 1, headers)
+
     async def aclose(self) -> None:
         """Waits for what is being settled."""
         if self._settling:
@@ -111,10 +131,10 @@ class Gate:
 
     def _looks_continuing(self, turn: Turn) -> bool:
         """A conversation that has answers in it, or a session whose turn was let in before."""
-        if any(message.get("role") == "assistant" for message in turn.messages):
-            return True
-        key = turn.session.key
-        return key is not None and (turn.session.tenant, key) in self._sessions
+        return has_answers(turn.messages) or self._is_known(turn.session)
+
+    def _is_known(self, session: SessionRef) -> bool:
+        return session.key is not None and (session.tenant, session.key) in self._sessions
 
     def _remember(self, session: SessionRef) -> None:
         if session.key is None:
@@ -129,3 +149,26 @@ class Gate:
         task = asyncio.ensure_future(charge.settle(used))
         self._settling.add(task)
         task.add_done_callback(self._settling.discard)
+
+
+def has_answers(messages: Any) -> bool:
+    """Whether a conversation was answered before."""
+    return isinstance(messages, list | tuple) and any(
+        isinstance(message, Mapping) and message.get("role") == "assistant" for message in messages
+    )
+
+
+def make_gate(
+    config: GatewayConfig,
+    telemetry: Telemetry,
+    *,
+    rooms: Rooms = lambda model: (),
+    shared_limits: RedisLink | None = None,
+) -> Gate:
+    """`rooms`: what workers can take; without it every turn begins at once. `shared_limits`: where gateways count together what
+    keys use."""
+    buckets = Buckets()
+    limits = RateLimits(buckets, SharedBuckets(shared_limits, buckets) if shared_limits is not None else None)
+    gate = Gate(Admission(config.admission, rooms), limits)
+    telemetry.watch_admission(gate.admission, limits)
+    return gate

@@ -49,9 +49,13 @@ def room_of(name: str, info: WorkerInfo, stats: WorkerStats | None, blocks: int,
     )
 
 
-def blocks_needed(tokens: int, block_size: int) -> int:
-    """Blocks that hold so many tokens."""
-    return -(-tokens // max(block_size, 1))
+def needed_blocks(tokens: int, output: int, info: WorkerInfo | None) -> int:
+    """Blocks that a prompt of so many tokens needs with an answer of up to `output`, which may not be longer than the context
+    holds. What is set aside for answers is a guess, so one of them never takes more than an eighth of a worker's KV."""
+    if info is None or info.num_blocks <= 0:
+        return 0
+    room = max(min(info.max_model_len - tokens, info.num_blocks * info.block_size // 8), 0)
+    return -(-(tokens + min(output, room)) // max(info.block_size, 1))
 
 
 def reserved_output(sampling: SamplingParams, reserve: int) -> int:

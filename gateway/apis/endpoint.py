@@ -48,7 +48,7 @@ MakePrompts = Callable[[WorkerInfo], Awaitable[tuple[Sequence[Prompt], TurnHisto
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request as it came. `request_id` is what the client may know it by."""
+    """A request as it came. `request_id` is what the client may know it by; `raw` the body, where it goes on as it is."""
 
     request: web.Request
     request_id: str
@@ -56,6 +56,7 @@ class Arrival:
     wall_clock: float
     monotonic: float
     caller: Caller
+    raw: bytes = b""
 
 
 @dataclass(slots=True)

@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.bench_disk_stores --directory /var/tmp --blocks 1500
 
-Both keep the same checksum and verify it. LMDB runs in both of its ways: with a sync at each commit, which it needs to survive a
-loss of power, and without. Cold means that the file is not in the page cache (it is dropped with posix_fadvise).
+Both keep the same checksum and verify it. LMDB runs in both of its ways: with a sync at each commit, which it needs to survive
+a loss of power, and without. Cold means that the file is not in the page cache (it is dropped with posix_fadvise).
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import numpy as np
@@ -42,10 +43,11 @@ def one_round(tiers: tuple[HostArena, DiskStore], chance: random.Random) -> int:
     return right
 
 
-def work(directory: str, seed: int, started: object) -> None:
-    """Until it is killed."""
+def work(directory: str, seed: int, started: Event) -> None:
+    """Until it is killed; `started` is set once it has stored something."""
     tiers = open_tiers(Path(directory))
     chance = random.Random(seed)
-    started.set()  # type: ignore[attr-defined]
+    one_round(tiers, chance)
+    started.set()
     while True:
         one_round(tiers, chance)

@@ -11,7 +11,7 @@ from gateway.access.entries import PRIORITY_CLASSES
 from gateway.admission.config import AdmissionConfig
 from gateway.admission.controller import Admission, Ask
 from gateway.admission.drain import DrainMeter
-from gateway.admission.rooms import WorkerRoom, blocks_needed, choose, room_of
+from gateway.admission.rooms import WorkerRoom, choose, needed_blocks, room_of
 from gateway.turn import TurnError
 from gateway.workers.protocol import WorkerInfo, WorkerStats
 
@@ -266,9 +266,22 @@ def test_several_prompts_go_together_or_not_at_all():
     assert choose([WorkerRoom("a", 10, 1, False)], [10] * 5) is None
 
 
-@pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (16, 1), (17, 2)])
-def test_blocks_needed(tokens, blocks):
-    assert blocks_needed(tokens, 16) == blocks
+@pytest.mark.parametrize(
+    ("tokens", "output", "blocks"),
+    [
+        (1, 0, 1),
+        (16, 0, 1),
+        (17, 0, 2),
+        (16, 16, 2),
+        # An eighth of 1600 tokens, and what is left of a context of 1000.
+        (16, 5000, 14),
+        (990, 100, 63),
+        (2000, 100, 125),
+    ],
+)
+def test_blocks_that_a_turn_needs(tokens, output, blocks):
+    assert needed_blocks(tokens, output, INFO) == blocks
+    assert needed_blocks(tokens, output, msgspec.structs.replace(INFO, num_blocks=0)) == 0
 
 
 class Admitting(RuleBasedStateMachine):
