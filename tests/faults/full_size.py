@@ -1,5 +1,5 @@
-"""`make faults`: 200 workers killed under 2,000 streams, 50 of these from replicas that run the real model. Takes minutes, so it is
-no part of the suite (its name begins otherwise); tests/faults/test_killed_workers.py is the same in small."""
+"""`make faults`: 200 workers killed under 2,000 streams, 50 of these from replicas that run the real model. Takes minutes, so it
+is no part of the suite (its name begins otherwise); tests/faults/test_killed_workers.py is the same in small."""
 
 import functools
 
