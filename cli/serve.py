@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import resource
 import signal
 import sys
@@ -41,6 +42,7 @@ from gateway.telemetry.config import TelemetryConfig
 from gateway.tokenization import ModelFilesError
 from gateway.turns.config import TurnsConfig
 from gateway.watching.config import MissesConfig
+from gateway.workers.spec import parse_worker
 from sessions.gaps.model import GapConfig
 from sessions.identity import DEFAULT_ORDER
 from sessions.redis_link import RedisConfig
@@ -81,7 +83,12 @@ def _read_config(ctx: click.Context, _param: click.Parameter, path: Path | None)
     "--served-model-name", multiple=True, metavar="NAME", help="What the API calls the model; more of them are aliases."
 )
 @click.option("--replicas", type=click.IntRange(0, 1024), default=None, help="Local replicas. [default: 1; 0 with --worker]")
-@click.option("--worker", multiple=True, metavar="URL", help="A replica that runs elsewhere: http://host:port or unix:PATH.")
+@click.option(
+    "--worker",
+    multiple=True,
+    metavar="[KIND=]URL[,OPTION=VALUE]",
+    help="A worker that runs elsewhere, http://host:port or unix:PATH: a replica, or vllm=http://... (docs/workers.md).",
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one.")
 @click.option("--api-key", multiple=True, metavar="KEY", help="Let in only who has one of these keys.")
@@ -190,10 +197,10 @@ def plan_from(options: Mapping[str, Any], engine_table: Mapping[str, Any]) -> Se
     given = options["model"]
     names = tuple(options["served_model_name"]) or (own_name(given, directory),)
     model = ModelConfig(names[0], directory, names[1:])
-    workers = tuple(options["worker"])
-    for url in workers:
-        if not url.startswith(("http://", "https://", "unix:")):
-            raise ConfigError(f"--worker takes http://host:port or unix:PATH, not {url!r}.")
+    try:
+        workers = tuple(parse_worker(text, os.environ) for text in options["worker"])
+    except ValueError as error:
+        raise ConfigError(f"--worker: {error}.") from error
     replicas = options["replicas"] if options["replicas"] is not None else (0 if workers else 1)
     if replicas == 0 and not workers:
         raise ConfigError("Nothing would generate: give --replicas or --worker.")

@@ -22,6 +22,7 @@ from gateway.supervision.supervisor import ReplicaUp, Supervisor, print_line
 from gateway.telemetry.config import TelemetryConfig
 from gateway.telemetry.telemetry import Telemetry
 from gateway.turn import TurnObserver
+from gateway.workers.spec import WorkerSpec
 from gateway.workers.views import WorkerView
 from sessions.memory_store import MemoryLedgerStore
 from sessions.redis_link import RedisConfig
@@ -41,11 +42,11 @@ class ReplicaPlan:
 
 @dataclass(frozen=True, slots=True)
 class ServePlan:
-    """Everything `turnkeep serve` was told. `workers`: replicas that run elsewhere, by URL."""
+    """Everything `turnkeep serve` was told. `workers`: those that run elsewhere."""
 
     gateway: GatewayConfig
     replicas: ReplicaPlan
-    workers: tuple[str, ...] = ()
+    workers: tuple[WorkerSpec, ...] = ()
     pool: PoolConfig = field(default_factory=PoolConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     record: Path | None = None
@@ -177,8 +178,8 @@ async def open_gateway(plan: ServePlan, *, forward: Callable[[str, str], None] =
                     await replicas.enter_async_context(admin)
                 if supervisor is not None:
                     await replicas.enter_async_context(supervisor)
-                for position, url in enumerate(plan.workers):
-                    dispatcher.add_worker(f"worker-{position}", url)
+                for position, spec in enumerate(plan.workers):
+                    dispatcher.add_worker(f"worker-{position}", spec)
                 try:
                     yield RunningGateway(server, admin, dispatcher, supervisor, plan.replicas.count + len(plan.workers))
                 finally:

@@ -121,6 +121,7 @@ class Engine:
                 kv_events=config.prefix_caching,
                 retention_hints=True,
                 supersede=True,
+                prompt_prefixes=True,
                 resume=True,
             ),
         )

@@ -68,7 +68,12 @@ class SimulatedEngine:
             vocab_size=config.vocab_size,
             max_concurrency=config.max_num_seqs,
             capabilities=Capabilities(
-                grammars=config.accept_grammars, logprobs=False, retention_hints=True, supersede=True, resume=True
+                grammars=config.accept_grammars,
+                logprobs=False,
+                retention_hints=True,
+                supersede=True,
+                prompt_prefixes=True,
+                resume=True,
             ),
             simulated=True,
         )

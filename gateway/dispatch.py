@@ -19,12 +19,14 @@ from gateway.telemetry.telemetry import Telemetry
 from gateway.turn import Migration, Prompt, SessionRef
 from gateway.workers.attempt import Placement
 from gateway.workers.base import Worker, WorkerError
+from gateway.workers.clients import open_client
 from gateway.workers.generation import Hooks, Limits, PooledGeneration
 from gateway.workers.member import Member, ProbeConfig
 from gateway.workers.pool import MakeClient, WorkerPool
 from gateway.workers.protocol import GenerateRequest, RetentionHint, SamplingParams, WorkerInfo
-from gateway.workers.replica import ReplicaClient
 from gateway.workers.retention import RetentionHints
+from gateway.workers.spec import WorkerSpec
+from gateway.workers.transport import Patience
 from gateway.workers.views import WorkerView
 from prefix_cache.hashing import BlockHash, JoinedDigests
 from prefix_cache.index import ResidencyIndex
@@ -87,7 +89,7 @@ class PoolDispatcher:
         self.index = ResidencyIndex(config.router.max_indexed_blocks, config.router.max_predicted_blocks)
         self.router = Router(config.router, self.index, clock)
         self.pool = WorkerPool(
-            make_client if make_client is not None else self._replica_client,
+            make_client if make_client is not None else self._client,
             self.index,
             ProbeConfig(config.poll_interval, config.unresponsive_after),
             clock,
@@ -109,9 +111,10 @@ class PoolDispatcher:
         if self._background:
             await asyncio.gather(*self._background, return_exceptions=True)
 
-    def add_worker(self, name: str, url: str) -> None:
-        """Starts looking after a worker at `http://host:port` or `unix:PATH`. An earlier one of that name is replaced."""
-        self.pool.add(name, url)
+    def add_worker(self, name: str, worker: str | WorkerSpec) -> None:
+        """Starts looking after a worker; a bare address (`http://host:port` or `unix:PATH`) is that of a replica of ours. An
+        earlier one of that name is replaced."""
+        self.pool.add(name, worker)
 
     def remove_worker(self, name: str) -> None:
         """Forgets a worker; its turns in flight go elsewhere or end with an error. Unknown names are ignored."""
@@ -150,6 +153,7 @@ class PoolDispatcher:
                 session=session.key,
                 tenant=session.tenant,
                 cache_salt=prompt.cache_salt,
+                model=self.pool.adapter(model),
             ),
             prompt.num_tokens,
             trace_headers,
@@ -235,13 +239,9 @@ class PoolDispatcher:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    def _replica_client(self, url: str) -> ReplicaClient:
-        return ReplicaClient(
-            url,
-            connect_timeout=self._config.connect_timeout,
-            reply_timeout=self._config.probe_timeout,
-            accept_timeout=self._config.accept_timeout,
-        )
+    def _client(self, spec: WorkerSpec) -> Worker:
+        config = self._config
+        return open_client(spec, Patience(config.connect_timeout, config.probe_timeout, config.accept_timeout))
 
 
 async def _supersede(member: Member, digests: bytes) -> None:

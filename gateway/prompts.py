@@ -65,12 +65,13 @@ class PromptBuilder:
         field: str,
     ) -> Prompt:
         """A prompt given as token ids. Raises TurnError 400."""
+        vocab_size = info.vocab_size or model.tokenizer.size
         for position, token_id in enumerate(ids):
-            if not 0 <= token_id < info.vocab_size:
+            if not 0 <= token_id < vocab_size:
                 raise TurnError(
                     400,
                     "invalid_token",
-                    f"{field}[{position}]: token id {token_id} is not in the vocabulary of {info.vocab_size} tokens.",
+                    f"{field}[{position}]: token id {token_id} is not in the vocabulary of {vocab_size} tokens.",
                     param=field,
                 )
         return self._hashed(model, pack_tokens(ids), info, cache_salt, grammar, field)

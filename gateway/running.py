@@ -29,6 +29,9 @@ class Usage:
 
 async def close_all(generations: Sequence[Generation]) -> None:
     """Ends all of them, whatever becomes of one; then raises what went wrong first."""
+    if len(generations) == 1:
+        await generations[0].aclose()
+        return
     results = await asyncio.gather(*(generation.aclose() for generation in generations), return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
@@ -47,6 +50,7 @@ class RunningTurn:
         self._completion = [0] * len(generations)
         self._prompt_tokens = usage.prompt_tokens
         self._seconds = [(0.0, 0.0)] * len(generations)
+        self._cached_known = [True] * len(generations)
         self._closing: asyncio.Future[None] | None = None
         self._released: tuple[tuple[Receipt, ...], tuple[ChoiceState, ...], tuple[Migration, ...]] | None = None
 
@@ -81,6 +85,11 @@ class RunningTurn:
         return Usage(self._prompt_tokens, sum(self._cached), sum(self._completion))
 
     @property
+    def cached_known(self) -> bool:
+        """Whether the workers have said how much was cached; until then `usage` has what was expected."""
+        return all(self._cached_known)
+
+    @property
     def worker_seconds(self) -> tuple[float, float]:
         """What workers spent on prefill and on decoding; known once `events` has ended."""
         return sum(prefill for prefill, _ in self._seconds), sum(decode for _, decode in self._seconds)
@@ -101,7 +110,8 @@ class RunningTurn:
         """Waits until every prompt has left its worker's queue; then `usage.cached_tokens` is known. Raises TurnError."""
 
         async def wait(position: int, generation: Generation) -> None:
-            self._cached[position] = (await generation.started()).cached_tokens
+            started = await generation.started()
+            self._cached[position], self._cached_known[position] = started.cached_tokens, started.cached_known
 
         if len(self._generations) == 1:
             await wait(0, self._generations[0])
@@ -130,7 +140,7 @@ class RunningTurn:
                         yield delta
                         yield end
                     case Done():
-                        self._cached[position] = chunk.cached_tokens
+                        self._cached[position], self._cached_known[position] = chunk.cached_tokens, chunk.cached_known
                         self._completion[position] = chunk.completion_tokens
                         self._seconds[position] = (chunk.prefill_seconds, chunk.decode_seconds)
         unfinished = [choice.index for choice in self.choices if choice.finish_reason is None]

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -65,6 +65,7 @@ class _Rules:
     unfinished_characters: bool  # ByteLevel among others: a trailing U+FFFD may yet become a character
     keep: int
     skipped: frozenset[int]
+    bytes_of: dict[int, bytes] = field(default_factory=dict)  # of byte-level tokens seen; as many as the vocabulary has
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, skip_special_tokens: bool) -> _Rules:
@@ -142,11 +143,18 @@ class Detokenizer:
 
     def _bytes(self, token_id: int) -> bytes:
         """The bytes of a byte-level token. Added tokens with other characters stand for themselves, as in its decoder."""
-        token = self._token(token_id) or ""
+        known = self._rules.bytes_of.get(token_id)
+        if known is not None:
+            return known
+        token = self._token(token_id)
+        if token is None:
+            return b""
         try:
-            return bytes([_BYTE_OF[character] for character in token])
+            known = bytes([_BYTE_OF[character] for character in token])
         except KeyError:
-            return token.encode()
+            known = token.encode()
+        self._rules.bytes_of[token_id] = known
+        return known
 
     def _decode(self, count: int, final: bool = False) -> str:
         """Gives out the text of the first `count` pending tokens, unless its last character may still be unfinished."""

@@ -15,6 +15,7 @@ from engine.core import RequestRefused
 from engine.server.bodies import check_generate, decode, read_body
 from engine.server.config import ServerConfig
 from engine.server.metrics import CONTENT_TYPE, EngineMetrics
+from engine.server.prompt_memory import PromptMemory
 from engine.server.replies import errors_as_replies, json_reply, refusal
 from engine.server.retention import WaitingTable
 from engine.thread import EngineThread, Unavailable
@@ -53,6 +54,7 @@ class ReplicaApp:
         self._encoder = msgspec.json.Encoder()
         self._closing = False
         self._wakes: set[asyncio.Event] = set()
+        self._prompts = PromptMemory(config.prompt_memory)
         self.waiting = WaitingTable()
         self.app = web.Application(middlewares=[errors_as_replies])
         self.app.add_routes(
@@ -145,6 +147,7 @@ class ReplicaApp:
         wanted = decode(request, body, GenerateRequest)
         del body
         check_generate(wanted)
+        wanted = self._prompts.whole(wanted)
         self.waiting.returned(wanted.tenant, wanted.session)
         trace_headers = {name: request.headers[name] for name in _TRACE_HEADERS if name in request.headers}
         stream = await engine.submit(wanted, arrived, trace_headers)
@@ -204,6 +207,8 @@ class ReplicaApp:
             if messages:
                 await self._write(request, response, messages)
                 silent = False
+                # What several steps changed is read at once; the router knows anyhow what it has sent where.
+                await asyncio.sleep(self._config.event_gather)
             else:
                 silent = not await _woken(wake, self._config.heartbeat)
 

@@ -13,8 +13,10 @@ class ServerConfig:
     """`max_body`: bytes of the largest request body; None: as much as a prompt of the longest context takes as JSON.
 
     `body_timeout`: how long a body may take to arrive. `write_timeout`: how long a reader may take nothing before it is
-    disconnected. `heartbeat`: silence on a KV event stream before a heartbeat is sent. `shutdown_timeout`: how long streams
-    may go on after the signal to stop.
+    disconnected. `heartbeat`: silence on a KV event stream before a heartbeat is sent. `event_gather`: the least time between
+    two writes to one. `shutdown_timeout`: how long streams may go on after the signal to stop.
+    `prompt_memory`: bytes of prompts remembered, so that their sessions need not send them
+    again.
     """
 
     max_body: int | None = None
@@ -23,6 +25,8 @@ class ServerConfig:
     heartbeat: float = 5.0
     max_subscribers: int = 64
     shutdown_timeout: float = 30.0
+    event_gather: float = 0.02
+    prompt_memory: int = 64 * 2**20
 
     def body_limit(self, max_model_len: int) -> int:
         """Bytes of the largest body for a context of `max_model_len` tokens."""

@@ -22,6 +22,7 @@ _STATUS = {
     "method_not_allowed": 405,
     "body_timeout": 408,
     "duplicate_request_id": 409,
+    "unknown_prefix": 412,
     "body_too_large": 413,
     "unsupported_media_type": 415,
     "invalid_grammar": 422,

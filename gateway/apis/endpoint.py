@@ -252,13 +252,16 @@ class TurnEndpoint:
         seen = False
         while True:
             if await reader.wait(max(0.0, interval - stream.idle)):
-                event = reader.take()
+                frames: list[bytes] = []
+                while reader.ready and (event := reader.take()) is not None:
+                    if not seen and _has_tokens(event):
+                        seen = True
+                        first_token()
+                    frames.append(answer.event(event))
+                # What came at once goes at once.
+                await stream.send(b"".join(frames))
                 if event is None:
                     return
-                if not seen and _has_tokens(event):
-                    seen = True
-                    first_token()
-                await stream.send(answer.event(event))
             if stream.idle >= interval:
                 await stream.send(PING)
 

@@ -76,6 +76,6 @@ def placement_headers(running: RunningTurn, *, started: bool) -> dict[str, str]:
     """Which replica, how many prompt tokens, and, once the prompts have `started`, how many of them were cached."""
     usage = running.usage
     headers = {REPLICA: running.workers, PROMPT_TOKENS: str(usage.prompt_tokens)}
-    if started:
+    if started and running.cached_known:
         headers[CACHED_TOKENS] = str(usage.cached_tokens)
     return headers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter as Count
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -23,9 +23,27 @@ DURATION_BUCKETS = tuple(0.01 * 2**power for power in range(14))
 FIRST_TOKEN_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 PER_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 
+MetricT = TypeVar("MetricT", Counter, Histogram)
+
 _MAX_MODELS = 64
 _MAX_WORKERS = 1024
 _STATES = ("starting", "ready", "down", "mismatched")
+
+
+class Labelled(Generic[MetricT]):
+    """A metric whose children are remembered: finding one costs the library more than counting in it. Labels are bounded, and
+    so are they."""
+
+    def __init__(self, metric: MetricT) -> None:
+        self._metric: MetricT = metric
+        self._children: dict[tuple[str, ...], MetricT] = {}
+
+    def labels(self, *values: str) -> MetricT:
+        """The child with these label values, in order."""
+        child = self._children.get(values)
+        if child is None:
+            child = self._children[values] = self._metric.labels(*values)
+        return child
 
 
 class GatewayMetrics:
@@ -35,11 +53,11 @@ class GatewayMetrics:
         self.registry = CollectorRegistry()
         prefix = "turnkeep_gateway_"
 
-        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
-            return Histogram(prefix + name, text, ("operation", "model"), buckets=buckets, registry=self.registry)
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Labelled[Histogram]:
+            return Labelled(Histogram(prefix + name, text, ("operation", "model"), buckets=buckets, registry=self.registry))
 
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(prefix + name, text, labels, registry=self.registry)
+        def counter(name: str, text: str, *labels: str) -> Labelled[Counter]:
+            return Labelled(Counter(prefix + name, text, labels, registry=self.registry))
 
         self.duration = histogram("request_duration_seconds", "Turns from arrival to the last byte", DURATION_BUCKETS)
         self.first_token = histogram(
@@ -87,7 +105,9 @@ class GatewayMetrics:
         self.history_tokens = counter(
             "history_tokens", "Prompt tokens by where they come from: reused or spliced from a ledger, or tokenised", "source"
         )
-        self.superseded_blocks = counter("superseded_blocks", "Blocks that a session's rewritten history left behind")
+        self.superseded_blocks = Counter(
+            prefix + "superseded_blocks", "Blocks that a session's rewritten history left behind", registry=self.registry
+        )
         self.spans = counter("spans", "Spans handed to the OTLP exporter, by result", "result")
         self.in_flight = Gauge(prefix + "turns_in_flight", "Turns that have arrived and not ended", registry=self.registry)
         self.stages = StageTimes()

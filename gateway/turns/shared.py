@@ -1,6 +1,6 @@
 """One generation and everybody who reads it.
 
-Events are pulled from the worker when somebody needs the next one, by a task that belongs to nobody in particular: a reader
+Events are pulled from the worker by a task that belongs to nobody in particular, a few ahead of whoever reads fastest: a reader
 that leaves does not disturb the others, and the last one to leave ends the generation. What was pulled is kept as long as
 a retry may still want the stream from its beginning, within a bound.
 """
@@ -19,6 +19,9 @@ from gateway.running import RunningTurn
 from gateway.turn import TurnError
 from gateway.watching.watch import WatchedTurn
 from grammar.deltas import ReasoningDelta, TextDelta, ToolCallArguments
+
+_AHEAD = 64
+"""Events pulled that nobody has read: a slow client slows its worker down instead of filling this process."""
 
 _EVENT_BYTES = 200
 _DELTA_BYTES = 100
@@ -67,7 +70,9 @@ class SharedTurn:
         self._starting: asyncio.Future[Begun] = asyncio.ensure_future(start())
         self._queued: asyncio.Future[None] = asyncio.ensure_future(self._wait_queued())
         self._settling: asyncio.Future[None] | None = None
-        self._pulling: asyncio.Future[None] | None = None
+        self._pumping: asyncio.Future[None] | None = None
+        self._room: asyncio.Future[None] | None = None
+        self._waiting: set[asyncio.Future[None]] = set()
         self._closing: asyncio.Future[None] | None = None
 
     @property
@@ -133,26 +138,46 @@ class SharedTurn:
 
     async def pull(self, timeout: float | None) -> None:
         """Waits until there is one more event, the end, or `timeout` seconds have passed. Cancelling it disturbs nobody."""
-        if self._pulling is None:
-            self._pulling = asyncio.ensure_future(self._pull())
-        await asyncio.wait({self._pulling}, timeout=timeout)
+        if self._pumping is None:
+            self._pumping = asyncio.ensure_future(self._pump())
+        loop = asyncio.get_running_loop()
+        waiter = loop.create_future()
+        self._waiting.add(waiter)
+        alarm = None if timeout is None else loop.call_later(timeout, _wake, waiter)
+        try:
+            await waiter
+        finally:
+            self._waiting.discard(waiter)
+            if alarm is not None:
+                alarm.cancel()
 
-    async def _pull(self) -> None:
+    async def _pump(self) -> None:
         try:
             await self._queued
-            if self._source is None:
-                self._source = self._starting.result().running.events()
-            event = await anext(self._source, None)
-            if event is not None:
+            self._source = self._starting.result().running.events()
+            async for event in self._source:
                 self._add(event)
-                return
+                self._tell()
+                while self._ahead() >= _AHEAD or (self._bytes > self._max_bytes and self._ahead() > 1):
+                    self._room = asyncio.get_running_loop().create_future()
+                    await self._room
             await self._settle_once(complete=True)
             self._ended = True
         except Exception as error:  # noqa: BLE001 - handed to every reader, who raises it
             self._error = error
             self._ended = True
         finally:
-            self._pulling = None
+            self._tell()
+
+    def _tell(self) -> None:
+        """Readers that wait look again."""
+        for waiter in self._waiting:
+            _wake(waiter)
+
+    def _ahead(self) -> int:
+        """Events that no reader has taken."""
+        read = max((reader.number for reader in self._readers), default=self._first)
+        return self._first + len(self._events) - read
 
     def event(self, number: int) -> TurnEvent | None:
         """Event `number`; None after the last. Raises what ended the turn, or TurnError for an event that is not kept."""
@@ -183,8 +208,9 @@ class SharedTurn:
         """Drops what nobody needs; and what only a reader needs that is too far behind the others."""
         if self._whole:
             return
-        needed = min((reader.number for reader in self._readers), default=self._first + len(self._events))
-        while self._events and (self._first < needed or (self._bytes > self._max_bytes and len(self._readers) > 1)):
+        places = [reader.number for reader in self._readers]
+        needed, fastest = (min(places), max(places)) if places else (self._first + len(self._events),) * 2
+        while self._events and (self._first < needed or (self._bytes > self._max_bytes and self._first < fastest)):
             size = self._events.popleft()[1]
             self._first += 1
             self._bytes -= size
@@ -193,6 +219,9 @@ class SharedTurn:
     def took(self) -> None:
         """A reader has gone on."""
         self._trim()
+        if self._room is not None and self._ahead() < _AHEAD // 2:
+            _wake(self._room)
+            self._room = None
 
     async def left(self, reader: Reader) -> None:
         """A reader goes: the last one ends what still runs. Returns when the worker has been told."""
@@ -213,11 +242,15 @@ class SharedTurn:
     async def _close(self) -> None:
         refused = self._refused
         tasks: list[asyncio.Future[Any]] = [self._starting, self._queued]
-        if self._pulling is not None:
-            tasks.append(self._pulling)
+        if self._pumping is not None:
+            tasks.append(self._pumping)
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if not all(task.done() for task in tasks):
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for task in tasks:
+            if not task.cancelled():
+                task.exception()  # seen: its readers have raised it
         if self._source is not None:
             await self._source.aclose()
         if not self._starting.cancelled() and self._starting.exception() is None:
@@ -242,11 +275,16 @@ class Reader:
         self.number = number
         self._left = False
 
+    @property
+    def ready(self) -> bool:
+        """Whether `take` has something to say now."""
+        return self.shared.has(self.number)
+
     async def wait(self, timeout: float | None = None) -> bool:
         """Whether `take` has something to say within `timeout` seconds."""
-        if not self.shared.has(self.number):
+        if not self.ready:
             await self.shared.pull(timeout)
-        return self.shared.has(self.number)
+        return self.ready
 
     def take(self) -> TurnEvent | None:
         """The next event; None after the last. Call it after `wait` was true. Raises what ended the turn."""
@@ -261,6 +299,11 @@ class Reader:
         if not self._left:
             self._left = True
             await self.shared.left(self)
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 def is_refusal(error: BaseException | None) -> bool:

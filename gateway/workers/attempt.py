@@ -58,7 +58,7 @@ class Attempt:
         self._started_at = time.monotonic()
         self.cached_tokens = chunk.cached_tokens
         self._lease.cached(chunk.cached_tokens)
-        self.member.succeeded()
+        self.member.began()
 
     def token(self) -> None:
         """A token has come; the first one counts."""
@@ -67,9 +67,11 @@ class Attempt:
             self._lease.running()
             self.route.computed(self.cached_tokens)
 
-    def done(self) -> None:
-        """It came to its end; the stream can be given back."""
+    def done(self, *, good: bool = True) -> None:
+        """It came to its end; the stream can be given back. `good` False: the worker said that it could not finish it."""
         self.ended = True
+        if good:
+            self.member.succeeded()
         self.route.abandoned()
         self._release()
 

@@ -37,7 +37,8 @@ class WorkerRefusedError(WorkerError):
 
 
 class ChunkStream(Protocol):
-    """The answer to one request. Ends after Done or Failed; raises WorkerUnavailableError when it breaks off before."""
+    """The answer to one request. Ends after Done or Failed; raises WorkerUnavailableError when it breaks off before, and
+    WorkerRefusedError, as its first, where a worker looks at requests only after it has accepted them."""
 
     def __aiter__(self) -> AsyncIterator[Chunk]: ...
 

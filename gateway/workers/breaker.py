@@ -38,6 +38,14 @@ class Breaker:
         if self._open_until is not None:
             self._trial_since = now
 
+    def began(self) -> None:
+        """The worker began to answer: others may come as well, but what it failed is forgiven only once it has answered. One
+        that begins every answer and ends none would never be left alone otherwise."""
+        if self._open_until is not None:
+            self.failures = min(self.failures, self.threshold - 1)
+        self._open_until = None
+        self._trial_since = None
+
     def succeeded(self) -> None:
         """The worker did what it was asked: everything is forgiven."""
         self.failures = 0

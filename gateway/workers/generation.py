@@ -120,6 +120,12 @@ class PooledGeneration:
                 chunk = await anext(stream)
                 if isinstance(chunk, Failed) and chunk.code in WORKER_IS_GOING:
                     raise WorkerGoingError(attempt.member.name, chunk)
+            except WorkerRefusedError as error:
+                # Looked at only after it was accepted: vLLM does so.
+                self._attempt = None
+                attempt.abandon()
+                attempt.member.succeeded()
+                raise refusal(error) from error
             except WorkerUnavailableError as error:
                 if self._closed:
                     raise closed_error() from error
@@ -130,6 +136,10 @@ class PooledGeneration:
                 # Ended while it was still queued.
                 self._unread = chunk
                 chunk = Started(self._prompt_tokens, 0, 0.0)
+            if not chunk.cached_known:
+                # Until the worker says at the end, what the router expected is the best guess.
+                guess = min(attempt.route.receipt.matched_tokens, self._prompt_tokens)
+                chunk = msgspec.structs.replace(chunk, cached_tokens=guess)
             attempt.started(chunk)
             self._started = chunk
         return self._started
@@ -162,7 +172,7 @@ class PooledGeneration:
                     yield self._progress.done(chunk, started.cached_tokens)
                     return
                 case Failed():
-                    attempt.done()
+                    attempt.done(good=False)
                     self._hooks.lost(attempt.member.name)
                     raise failure(attempt.member.name, chunk)
             yield chunk
@@ -190,7 +200,7 @@ class PooledGeneration:
         try:
             match chunk:
                 case Tokens():
-                    self._progress.tokens(chunk)
+                    self._progress.tokens(chunk, attempt.member.info, self._prompt_tokens)
                     attempt.token()
                     self._fruitless = 0
                     self._hooks.generated(attempt.member.name, len(chunk.token_ids))

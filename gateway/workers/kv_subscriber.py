@@ -101,13 +101,11 @@ class KVEventSubscriber:
         """One connection, until it ends (True) or has a gap (False). Raises WorkerUnavailableError, TimeoutError."""
         position = self._index.position(self._name)
         instance, after = (None, 0) if position is None else (position.instance, position.seq)
-        async with aclosing(self._worker.kv_events(instance, after)) as messages:
-            while not self._stopped:
-                async with asyncio.timeout(self._silence):
-                    message = await anext(messages, None)
-                if message is None:
-                    return True
+        loop = asyncio.get_running_loop()
+        async with aclosing(self._worker.kv_events(instance, after)) as messages, asyncio.timeout(self._silence) as deadline:
+            async for message in messages:
                 self._last_message = self._clock()
+                deadline.reschedule(loop.time() + self._silence)
                 if isinstance(message, Snapshot):
                     for _ in self._index.load_snapshot(self._name, message):
                         await asyncio.sleep(0)

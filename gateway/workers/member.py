@@ -139,8 +139,13 @@ class Member:
         """A request goes out."""
         self.breaker.sent(self._clock())
 
-    def succeeded(self) -> None:
+    def began(self) -> None:
         """It began to answer a request."""
+        self.heard()
+        self.breaker.began()
+
+    def succeeded(self) -> None:
+        """It did what it was asked."""
         self.heard()
         self.breaker.succeeded()
 
@@ -193,12 +198,21 @@ class Member:
         if self.info is not None and self.info.instance != info.instance:
             self.stats = None
             self.breaker = Breaker()
+            await self._end_subscription()
         self.info = info
         if info.capabilities.kv_events and self._subscriber is None:
             self._subscriber = KVEventSubscriber(self.name, self.client, self._index, clock=self._clock)
             self._subscriber.start()
         self._set(State.READY, "")
         await self._poll()
+
+    async def _end_subscription(self) -> None:
+        """It is another than it was: what its predecessor held is gone, also where nobody says so."""
+        subscriber, self._subscriber = self._subscriber, None
+        if subscriber is not None:
+            subscriber.stop()
+            await subscriber.wait_stopped()
+        self._index.remove_worker(self.name)
 
     async def _poll(self) -> None:
         # What was in flight here at any moment of the exchange is ours: better to overlook a foreigner than to invent one.

@@ -10,14 +10,16 @@ import msgspec
 
 from gateway.turn import TurnError
 from gateway.workers.base import Worker
+from gateway.workers.foreign import adapter_namespace
 from gateway.workers.member import Member, ProbeConfig, State
 from gateway.workers.protocol import WorkerInfo
+from gateway.workers.spec import WorkerSpec
 from gateway.workers.views import WorkerView
 from prefix_cache.index import ResidencyIndex
 
 log = logging.getLogger(__name__)
 
-MakeClient = Callable[[str], Worker]
+MakeClient = Callable[[WorkerSpec], Worker]
 
 
 class WorkerPool:
@@ -46,22 +48,27 @@ class WorkerPool:
         self._aliases = dict(aliases or {})
         self._retry_after = retry_after
         self._members: dict[str, Member] = {}
+        self._specs: dict[str, WorkerSpec] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
 
-    def add(self, name: str, url: str) -> None:
-        """Starts looking after a worker. One of the same name at another address is replaced; at the same, kept."""
+    def add(self, name: str, worker: str | WorkerSpec) -> None:
+        """Starts looking after a worker (a bare address: a replica of ours). One of the same name that is told otherwise is
+        replaced; the same is kept."""
+        spec = WorkerSpec(worker) if isinstance(worker, str) else worker
         known = self._members.get(name)
-        if known is not None and known.client.url == url:
+        if known is not None and self._specs.get(name) == spec:
             return
         self.remove(name)
-        member = Member(name, self._make_client(url), self._index, self, self._probes, self._clock)
+        member = Member(name, self._make_client(spec), self._index, self, self._probes, self._clock)
+        self._specs[name] = spec
         self._members[name] = member
         member.start()
 
     def remove(self, name: str) -> bool:
         """Forgets a worker; what runs there breaks off. False when there is none of that name."""
         member = self._members.pop(name, None)
+        self._specs.pop(name, None)
         if member is None:
             return False
         member.stop()
@@ -88,7 +95,7 @@ class WorkerPool:
         able = [
             member
             for member in self._members.values()
-            if member.name not in excluded and member.info is not None and member.info.model == name and member.available
+            if member.name not in excluded and member.info is not None and serves(member.info, name) and member.available
         ]
         return [member for member in able if not member.missed] or able
 
@@ -96,13 +103,22 @@ class WorkerPool:
         """What the ready workers of a model have in common. Raises TurnError 404, 503."""
         name = self._resolve(model)
         infos = [
-            m.info for m in self._members.values() if m.state is State.READY and m.info is not None and m.info.model == name
+            as_adapter(m.info, name)
+            for m in self._members.values()
+            if m.state is State.READY and m.info is not None and serves(m.info, name)
         ]
         if not infos:
             raise self.none_up(model)
         shortest = min(info.max_model_len for info in infos)
         first = infos[0]
         return first if first.max_model_len == shortest else msgspec.structs.replace(first, max_model_len=shortest)
+
+    def adapter(self, model: str) -> str | None:
+        """The name under which workers serve a model beside their own; None for their own."""
+        name = self._resolve(model)
+        own = any(m.info is not None and m.info.model == name for m in self._members.values())
+        adapted = any(m.info is not None and name in m.info.adapters for m in self._members.values())
+        return name if adapted and not own else None
 
     def models(self) -> tuple[str, ...]:
         """Names a turn may ask for, the default first."""
@@ -166,7 +182,7 @@ class WorkerPool:
                 continue
             for field in ("namespace", "block_size", "vocab_size"):
                 theirs, ours = getattr(info, field), getattr(peer, field)
-                if theirs != ours:
+                if theirs != ours and not (field == "vocab_size" and 0 in (theirs, ours)):
                     return (
                         f"its {field} is {theirs}, that of the other workers of '{info.model}' is {ours}: "
                         "their KV or tokens are not interchangeable"
@@ -186,3 +202,16 @@ class WorkerPool:
             raise self.none_up(model)
         known = ", ".join(f"'{known}'" for known in self.models())
         raise TurnError(404, "model_not_found", f"There is no model '{model[:128]}' here. Models are: {known}.", param="model")
+
+
+def serves(info: WorkerInfo, model: str) -> bool:
+    """Whether a worker takes requests for a model, as its own or as an adapter."""
+    return model == info.model or model in info.adapters
+
+
+def as_adapter(info: WorkerInfo, model: str) -> WorkerInfo:
+    """What a worker is for one of its models: KV of an adapter is not that of its base."""
+    if model == info.model:
+        return info
+    namespace = adapter_namespace(bytes.fromhex(info.namespace), model).hex()
+    return msgspec.structs.replace(info, model=model, namespace=namespace, adapters=())

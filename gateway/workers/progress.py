@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from array import array
 
-from gateway.workers.protocol import Done, Finished, ResumedChoice, SamplingParams, Tokens
+from gateway.workers.protocol import Done, Finished, ResumedChoice, SamplingParams, Tokens, WorkerInfo
 from prefix_cache.hashing import pack_tokens
+
+_MAX_TOKEN_ID = 2**32 - 1
 
 
 class ImplausibleError(Exception):
@@ -30,11 +32,22 @@ class Progress:
         """Every choice has ended, whether or not the worker lived to say what it took."""
         return all(self._finished)
 
-    def tokens(self, chunk: Tokens) -> None:
-        """More tokens of a choice. Raises ImplausibleError, and nothing of them is taken in."""
+    def tokens(self, chunk: Tokens, worker: WorkerInfo | None = None, prompt_tokens: int = 0) -> None:
+        """More tokens of a choice, from a worker like this. Raises ImplausibleError, and nothing of them is taken in."""
         ids = self._open_choice(chunk.index)
-        if self._max_tokens is not None and len(ids) + len(chunk.token_ids) > self._max_tokens:
+        length = len(ids) + len(chunk.token_ids)
+        if self._max_tokens is not None and length > self._max_tokens:
             raise ImplausibleError(f"generates more than the {self._max_tokens} tokens that it was asked for")
+        if chunk.logprobs and len(chunk.logprobs) != len(chunk.token_ids):
+            raise ImplausibleError(f"sent {len(chunk.logprobs)} log-probabilities for {len(chunk.token_ids)} tokens")
+        vocab_size = _MAX_TOKEN_ID + 1
+        if worker is not None:
+            vocab_size = worker.vocab_size or vocab_size
+            if prompt_tokens + length > worker.max_model_len:
+                raise ImplausibleError(f"generates more than its context of {worker.max_model_len} tokens holds")
+        for token_id in chunk.token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise ImplausibleError(f"sent token id {token_id}, which is not in the vocabulary")
         ids.extend(chunk.token_ids)
         self.generated += len(chunk.token_ids)
 

@@ -60,6 +60,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ignore_eos: bool = False
 
 
+class PromptPrefix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The beginning of a prompt that the worker was sent before: so many tokens, and the xxh3-128 digest of them, packed."""
+
+    tokens: int
+    digest: bytes
+
+
 class ResumedChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How far a choice came on another worker: the ids it generated there, packed as little-endian uint32. `finished`: it has
     ended there, and nothing more is generated for it; its ids may be left out."""
@@ -72,8 +79,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """One prompt. Exactly one of `token_ids` and `packed_token_ids` is given.
 
     `grammar` is the source of a structural tag (JSON text), never a compiled grammar. `priority`: lower goes first.
+    `prefix`: what comes before packed_token_ids, for a worker whose capabilities say `prompt_prefixes`.
     `session` is opaque: the replica uses it in logs and spans, and, within `tenant`, to know who is back (RetentionHint).
-    Trace context travels in the traceparent header.
+    Trace context travels in the traceparent header. `model`: one of the worker's `adapters`; None: its model.
 
     `resume`: empty, or one for each choice of a request that another worker began. The generation goes on from there as if it
     had been here all the time: `sampling` is that of the whole (its seed given, unless it is greedy), and only what is new
@@ -83,12 +91,14 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     request_id: str
     token_ids: list[int] | None = None
     packed_token_ids: bytes | None = None
+    prefix: PromptPrefix | None = None
     sampling: SamplingParams = SamplingParams()
     grammar: str | None = None
     priority: int = 0
     session: str | None = None
     tenant: str = ""
     cache_salt: str | None = None
+    model: str | None = None
     resume: tuple[ResumedChoice, ...] = ()
 
 
@@ -100,12 +110,14 @@ class TokenLogprob(msgspec.Struct, frozen=True, omit_defaults=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
-class Started(msgspec.Struct, frozen=True, tag_field="type", tag="started"):
-    """First on every stream: the request left the queue; `cached_tokens` of its prompt need no prefill."""
+class Started(msgspec.Struct, frozen=True, tag_field="type", tag="started", omit_defaults=True):
+    """First on every stream: the request left the queue; `cached_tokens` of its prompt need no prefill. `cached_known` False:
+    the worker says how many only at the end."""
 
     prompt_tokens: int
     cached_tokens: int
     queue_seconds: float
+    cached_known: bool = True
 
 
 class Tokens(msgspec.Struct, frozen=True, tag_field="type", tag="tokens", omit_defaults=True):
@@ -127,8 +139,9 @@ class Finished(msgspec.Struct, frozen=True, tag_field="type", tag="finished", om
     stop_reason: str | int | None = None
 
 
-class Done(msgspec.Struct, frozen=True, tag_field="type", tag="done"):
-    """The end of a stream: what the request took. Seconds are on the replica's monotonic clock."""
+class Done(msgspec.Struct, frozen=True, tag_field="type", tag="done", omit_defaults=True):
+    """The end of a stream: what the request took. Seconds are on the replica's monotonic clock. `cached_known` False: the
+    worker did not say what was cached."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -137,6 +150,7 @@ class Done(msgspec.Struct, frozen=True, tag_field="type", tag="done"):
     prefill_seconds: float
     decode_seconds: float
     preemptions: int
+    cached_known: bool = True
 
 
 class Failed(msgspec.Struct, frozen=True, tag_field="type", tag="failed", omit_defaults=True):
@@ -245,6 +259,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     logprobs: bool = True
     retention_hints: bool = False
     supersede: bool = False
+    prompt_prefixes: bool = False
     resume: bool = False
 
 
@@ -259,6 +274,7 @@ class StartupSeconds(msgspec.Struct, frozen=True):
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a worker is. `instance` is new at every start; `namespace` (hex) is not, as long as KV stays interchangeable.
+    `adapters`: further models that it serves, LoRA adapters mostly. `vocab_size` 0: it does not say.
     `startup`: None for a worker that does not say."""
 
     protocol_version: int
@@ -270,6 +286,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_model_len: int
     vocab_size: int
     max_concurrency: int
+    adapters: tuple[str, ...] = ()
     capabilities: Capabilities = Capabilities()
     simulated: bool = False
     startup: StartupSeconds | None = None

@@ -29,6 +29,7 @@ from gateway.workers.protocol import (
     WorkerInfo,
     WorkerStats,
 )
+from gateway.workers.sent_prompts import SentPrompts
 from gateway.workers.transport import BUSY, NOT_THE_CLIENTS_FAULT, Patience, WorkerTransport, read_reply, retry_after
 from prefix_cache.events import KVMessage
 
@@ -51,6 +52,8 @@ class ReplicaClient:
     ) -> None:
         self._url = url
         self._reply_timeout = reply_timeout
+        self._takes_prefixes = False
+        self._sent = SentPrompts()
         self._http = WorkerTransport(url, Patience(connect_timeout, reply_timeout, accept_timeout))
 
     @property
@@ -58,7 +61,9 @@ class ReplicaClient:
         return self._url
 
     async def info(self) -> WorkerInfo:
-        return await self._get("/v1/info", WorkerInfo)
+        info = await self._get("/v1/info", WorkerInfo)
+        self._takes_prefixes = info.capabilities.prompt_prefixes
+        return info
 
     async def stats(self) -> WorkerStats:
         return await self._get("/v1/stats", WorkerStats)
@@ -85,6 +90,19 @@ class ReplicaClient:
             return (await _decode(response, RetainReply)).waiting
 
     async def generate(self, request: GenerateRequest, headers: Mapping[str, str]) -> ChunkStream:
+        short = self._sent.shortened(request) if self._takes_prefixes else request
+        try:
+            stream = await self._generate(short, headers)
+        except WorkerRefusedError as error:
+            if short is request or error.detail.code != "unknown_prefix":
+                raise
+            self._sent.forgotten(request)
+            stream = await self._generate(request, headers)
+        if self._takes_prefixes:
+            self._sent.accepted(request)
+        return stream
+
+    async def _generate(self, request: GenerateRequest, headers: Mapping[str, str]) -> ChunkStream:
         body = msgspec.msgpack.encode(request)
         response = await self._http.accept("/v1/generate", body, {**headers, "Content-Type": "application/msgpack"})
         if response.status == 200:

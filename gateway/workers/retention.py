@@ -1,4 +1,4 @@
-"""Retention hints on their way to workers: gathered for a moment, so that a hundred turns a second are ten requests."""
+"""Retention hints on their way to workers: gathered for a moment, so that a hundred turns a second are two requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gateway.workers.protocol import MAX_RETENTION_HINTS, RetentionHint
 
 log = logging.getLogger(__name__)
 
-GATHER_SECONDS = 0.1
+GATHER_SECONDS = 0.5
 """A tool is never back sooner than a hint that is this late is worth anything."""
 
 _MAX_WORKERS = 4096

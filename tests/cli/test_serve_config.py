@@ -9,6 +9,7 @@ import cli.serve
 from cli.config import ConfigError, all_settings, engine_arguments, load_file
 from cli.engine import command as engine_command
 from cli.main import cli as turnkeep
+from gateway.workers.spec import WorkerSpec
 
 
 @pytest.fixture
@@ -99,7 +100,8 @@ def test_the_file_can_hold_everything(plan, tmp_path):
     )
     assert (made.gateway.models[0].name, made.gateway.models[0].aliases) == ("main", ("gpt-4o",))
     assert made.pool.aliases == {"gpt-4o": "main"}
-    assert (made.replicas.count, made.workers) == (2, ("http://10.0.0.1:8100", "unix:/run/w.sock"))
+    assert made.replicas.count == 2
+    assert made.workers == (WorkerSpec("http://10.0.0.1:8100"), WorkerSpec("unix:/run/w.sock"))
     assert (made.gateway.auth.keys, made.gateway.auth.key_file) == (("k1", "k2"), tmp_path / "keys")
     assert made.gateway.session_sources == ("x-session-id", "body.session_id")
     assert (made.gateway.http.host, made.gateway.http.max_body_bytes) == ("0.0.0.0", 3 * 2**19)
@@ -159,7 +161,7 @@ def test_files_that_make_no_sense(plan, toml, words):
     [
         (("--config", "/absent.toml"), "/absent.toml cannot be read"),
         (("--replicas", 0), "Nothing would generate"),
-        (("--worker", "localhost:1"), "not 'localhost:1'"),
+        (("--worker", "localhost:1"), "must be http://host:port or unix:/path/to/socket"),
         (("--api-key-file", "/absent"), "API key file /absent cannot be read"),
         (("--engine", "dtype"), "takes NAME=VALUE"),
         (("--engine", "dtype=x"), "--engine: dtype"),

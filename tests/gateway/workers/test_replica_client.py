@@ -141,7 +141,7 @@ async def test_broken_streams(replica, client, script, said):
 async def test_a_line_without_end_is_bounded(replica, client):
     replica.scripts.append([Started(3, 0, 0), *[b"x" * 100_000] * 20])
     stream = await client.generate(request(), {})
-    stream._lines._max_line = 2**20
+    stream._lines._lines._max_line = 2**20
     with pytest.raises(WorkerUnavailableError, match="longer than"):
         await collect(stream)
 

@@ -1,0 +1,23 @@
+"""From what a gateway is told of a worker to a client that speaks with it."""
+
+from __future__ import annotations
+
+from gateway.workers.base import Worker
+from gateway.workers.replica import ReplicaClient
+from gateway.workers.spec import WorkerSpec
+from gateway.workers.transport import Patience
+
+
+def open_client(spec: WorkerSpec, patience: Patience) -> Worker:
+    """A client for a worker of this kind. Use it on one event loop. Raises ValueError for a kind without one."""
+    match spec.kind:
+        case "turnkeep":
+            return ReplicaClient(
+                spec.url, connect_timeout=patience.connect, reply_timeout=patience.reply, accept_timeout=patience.accept
+            )
+        case "vllm":
+            # ZMQ comes with it, which a gateway with none of them need not load.
+            from gateway.workers.vllm.client import VllmClient
+
+            return VllmClient(spec, patience)
+    raise ValueError(f"worker {spec.url}: workers of kind {spec.kind} are not known here")
