@@ -163,7 +163,7 @@ async def open_gateway(plan: ServePlan, *, forward: Callable[[str, str], None] =
         )
         if shared is not None:
             shared.share_gaps(pipeline.watch.gaps.model, plan.gateway.gaps)
-        apps = make_apps(plan.gateway, pipeline, reasons=reasons, workers=dispatcher.workers)
+        apps = make_apps(plan.gateway, pipeline, reasons=reasons, workers=dispatcher.workers, drain=dispatcher.drain)
         server = HttpServer(apps.public, plan.gateway.http)
         telemetry.watch_connections(server)
         auth = plan.gateway.auth

@@ -33,16 +33,18 @@ class ReplicaProcess:
 
     async def start(self):
         """Returns when it can generate. Dies with this process, however that ends."""
+        log = self.socket.with_suffix(".log")
         command = [sys.executable, "-P", "-m", "cli.main", "engine", "--uds", str(self.socket), *map(str, self.arguments)]
-        self.process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), "-", *command),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            stdin=asyncio.subprocess.DEVNULL,
-        )
+        with log.open("ab") as said:
+            self.process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), "-", *command),
+                stdout=asyncio.subprocess.PIPE,
+                stderr=said,
+                stdin=asyncio.subprocess.DEVNULL,
+            )
         async with asyncio.timeout(120):
             line = await self.process.stdout.readline()
-        assert line, f"{self.name} ended with status {await self.process.wait()} before it was ready"
+        assert line, f"{self.name} ended with status {await self.process.wait()}: {log.read_text()[-2000:]}"
         self.instance = json.loads(line)["instance"]
         self.lives += 1
 
@@ -112,12 +114,13 @@ class Cluster:
 
         await self.until(up, 120)
 
-    async def kill_at_random(self, kills, pause, dice, done):
-        """Kills workers one after the other, each started again at once, until there were enough or `done` is set."""
+    async def kill_at_random(self, kills, pause, dice, done, spared):
+        """Kills workers one after the other, each started again at once, until there were enough or `done` is set. At least
+        `spared` are up at any time: with nobody there, new requests are turned away at once, as they should be."""
         restarts = []
         while self.kills < kills and not done.is_set():
             alive = [replica for replica in self.replicas if replica.process.returncode is None and replica.instance]
-            if alive:
+            if len(alive) > spared:
                 victim = dice.choice(alive)
                 victim.instance = None
                 await victim.kill()

@@ -2,15 +2,19 @@
 
 import asyncio
 import time
+from collections import Counter
 
 import aiohttp
 from cluster import dice
 from streams import ask_all
 
 
-async def streams_under_fire(made, bodies, *, concurrency, kills, pause, seed, reference=None, say=lambda line: None):
+async def streams_under_fire(
+    made, bodies, *, concurrency, kills, pause, seed, spared=1, at_least_kills=False, reference=None, say=lambda line: None
+):
     """Asks for everything undisturbed (of the gateway at `reference`, else of the same one), then again while workers are
-    killed, and holds the second answers to the first. Returns how many streams went on elsewhere."""
+    killed, and holds the second answers to the first. `at_least_kills`: asks on until there were enough kills. Returns how many
+    times a stream went on elsewhere."""
     began = time.monotonic()
 
     def report(number, answer):
@@ -25,21 +29,28 @@ async def streams_under_fire(made, bodies, *, concurrency, kills, pause, seed, r
         assert await made.metric("streams_resumed_total") == 0
         say(f"undisturbed: {len(bodies)} streams in {time.monotonic() - began:.0f} s")
         began, finished, done = time.monotonic(), [], asyncio.Event()
-        killing = asyncio.create_task(made.kill_at_random(kills, pause, dice(seed), done))
+        killing = asyncio.create_task(made.kill_at_random(kills, pause, dice(seed), done, spared))
+        numbers, answers = list(range(len(bodies))), []
         try:
-            answers = await ask_all(session, made.url, bodies, concurrency, report)
+            answers += await ask_all(session, made.url, bodies, concurrency, report)
+            while made.kills < kills and at_least_kills:
+                again = [(len(numbers) + place) % len(bodies) for place in range(concurrency)]
+                answers += await ask_all(session, made.url, [bodies[number] for number in again], concurrency, report)
+                numbers += again
         finally:
             done.set()
             await killing
     incomplete = [(number, answer.status, answer.error) for number, answer in enumerate(answers) if not answer.complete]
-    assert not incomplete, f"{len(incomplete)} streams did not come to their end: {incomplete[:3]}"
-    different = [number for number, answer in enumerate(answers) if answer.said() != undisturbed[number].said()]
-    detail = [(bodies[number], answers[number].said(), undisturbed[number].said()) for number in different[:2]]
-    assert not different, f"{len(different)} answers are not the undisturbed ones: {detail}"
+    kinds = Counter((status, error and error["message"].split("(")[0]) for _, status, error in incomplete)
+    assert not incomplete, f"{len(incomplete)} streams did not come to their end: {kinds.most_common(5)}, {incomplete[:3]}"
+    pairs = [
+        (bodies[number], answer.said(), undisturbed[number].said()) for number, answer in zip(numbers, answers, strict=True)
+    ]
+    different = [pair for pair in pairs if pair[1] != pair[2]]
+    assert not different, f"{len(different)} answers are not the undisturbed ones: {different[:2]}"
     assert await made.metric("streams_lost_total") == 0
     resumed = await made.metric("streams_resumed_total")
-    say(
-        f"disturbed: {len(bodies)} streams in {time.monotonic() - began:.0f} s, {made.kills} kills, {resumed:.0f} times resumed"
-    )
+    seconds = time.monotonic() - began
+    say(f"disturbed: {len(answers)} streams, all equal, {made.kills} kills, {resumed:.0f} times resumed, {seconds:.0f} s")
     await made.nothing_is_left()
     return resumed
