@@ -51,6 +51,8 @@ async def streams_under_fire(
     assert await made.metric("streams_lost_total") == 0
     resumed = await made.metric("streams_resumed_total")
     seconds = time.monotonic() - began
+    away = sum(answer.turned_away for answer in answers)
     say(f"disturbed: {len(answers)} streams, all equal, {made.kills} kills, {resumed:.0f} times resumed, {seconds:.0f} s")
+    say(f"turned away before their first byte, as nobody was up: {away}")
     await made.nothing_is_left()
     return resumed

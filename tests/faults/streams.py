@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 WORDS = ("river", "stone", "lantern", "copper", "window", "garden", "letter", "harbour", "winter", "candle", "mirror", "forest")
+TRIES = 5
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -52,6 +53,7 @@ class Answer:
     error: dict | None = None
     status: int = 200
     comments: int = 0
+    turned_away: int = 0
 
     def said(self):
         return {
@@ -65,14 +67,25 @@ class Answer:
 
 
 async def ask(session, url, body, headers=None, on_event=lambda answer: None):
-    """Streams one chat completion to its end. Whatever breaks the rules of a stream fails the test."""
+    """Streams one chat completion to its end. Whatever breaks the rules of a stream fails the test. As SDKs do, it tries again
+    when it is turned away for now (503 with Retry-After, before the first byte)."""
+    for turned_away in range(TRIES):
+        answer, retry_after = await _ask_once(session, url, body, headers, on_event)
+        answer.turned_away = turned_away
+        if answer.status != 503 or retry_after is None:
+            break
+        await asyncio.sleep(float(retry_after))
+    return answer
+
+
+async def _ask_once(session, url, body, headers, on_event):
     answer = Answer()
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     async with session.post(url + "/v1/chat/completions", json=body, headers=headers or {}) as response:
         answer.status = response.status
         if response.status != 200:
             answer.error = (await response.json())["error"]
-            return answer
+            return answer, response.headers.get("Retry-After")
         over = False
         async for line in response.content:
             line = line.strip()
@@ -91,7 +104,7 @@ async def ask(session, url, body, headers=None, on_event=lambda answer: None):
             take(answer, event)
             on_event(answer)
     assert over or answer.error, "the stream broke off"
-    return answer
+    return answer, None
 
 
 def take(answer, event):

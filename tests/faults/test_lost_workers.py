@@ -77,7 +77,14 @@ async def under(smollm2_dir, tmp_path_factory):
 
 @pytest_asyncio.fixture(loop_scope="module", autouse=True)
 async def everybody_is_well(under):
-    """Before and after each test: both workers up, nothing in flight, no block lost, no stream lost."""
+    """Before each test both workers take requests; after it nothing is in flight, no block lost, no stream lost."""
+    before = (await under.far.stats()).requests_total
+
+    async def far_is_trusted():
+        await ask(under.session, under.made.url, {**under.bodies[1], "max_tokens": 2})
+        return (await under.far.stats()).requests_total > before
+
+    await under.made.until(far_is_trusted)
     yield
     await under.made.workers_up(2)
     await under.made.nothing_is_left()
