@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
-import secrets
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -23,7 +21,9 @@ from gateway.watching.watch import TurnWatch, called_tools
 from gateway.workers.protocol import SamplingParams, WorkerInfo
 from grammar.detokenizer import Detokenizer
 from grammar.parser import StreamParser, TextParser
+from grammar.reasoning import ReasoningSplitter
 from grammar.stop import TextStream
+from grammar.tools import ToolChoice
 from prefix_cache.hashing import BlockHash
 from sessions.memory_store import MemoryLedgerStore
 from sessions.store import LedgerStore
@@ -82,9 +82,11 @@ class Pipeline:
         info: WorkerInfo,
         trace_headers: Mapping[str, str],
         *,
+        history: TurnHistory | None = None,
         plain: bool = False,
     ) -> RunningTurn:
-        """Starts the turn's prompts on workers. `plain`: the text is never a tool call (completions).
+        """Starts the turn's prompts on workers. `history`: its part in its session. `plain`: the text is never a tool call
+        (completions).
 
         Raises TurnError. Whoever gets the RunningTurn must close it.
         """
@@ -106,34 +108,37 @@ class Pipeline:
             await asyncio.shield(close_all(generations))
             raise
         decoders = [self._decoder(model, turn, index, plain=plain) for index in range(turn.sampling.n * len(prompts))]
-        return RunningTurn(generations, decoders, Usage(prompt_tokens=sum(prompt.num_tokens for prompt in prompts)))
+        usage = Usage(prompt_tokens=sum(prompt.num_tokens for prompt in prompts))
+        return RunningTurn(generations, decoders, usage, turn.session if history is None else history.who)
 
     def residency(self, digests: Sequence[BlockHash]) -> Mapping[str, int]:
         """How many of a prompt's blocks, from the beginning, each worker holds."""
         return self._dispatcher.residency(digests)
 
-    async def settle(self, history: TurnHistory | None, running: RunningTurn | None, *, final: bool = False) -> None:
+    async def settle(
+        self, history: TurnHistory | None, running: RunningTurn | None, *, final: bool = False, missed: bool = False
+    ) -> None:
         """Writes a turn into its session: with its answer, or, where `running` is None, without one. `final`: with its answer
-        the session is over. A store that fails is no reason to fail the turn."""
+        the session is over. `missed`: it reused less than it could. A store that fails is no reason to fail the turn."""
         if self.keeper is None or history is None:
             return
-        answered = Answered()
-        ran_on = running.instances if running is not None else ""
-        made = history.continuation
-        history.continuation = dataclasses.replace(made, ledger=msgspec.structs.replace(made.ledger, worker_instance=ran_on))
+        answered = Answered(missed=missed)
         if running is not None:
             usage = running.usage
             answered = Answered(
-                running.choices,
-                running.workers,
-                usage.cached_tokens,
-                usage.completion_tokens,
-                running.worker_seconds,
-                called_tools(running),
+                choices=running.choices,
+                worker=running.workers,
+                instance=running.instances,
+                missed=missed,
+                cached_tokens=usage.cached_tokens,
+                completion_tokens=usage.completion_tokens,
+                seconds=running.worker_seconds,
+                called=called_tools(running),
             )
         try:
-            await self.keeper.close(history, answered)
-            if final and running is not None:
+            if not await self.keeper.close(history, answered):
+                self.watch.closed(history.tenant, history.key)
+            elif final and running is not None:
                 await self.keeper.forget(history.tenant, history.key)
         except Exception:
             log.exception("the ledger of session %s could not be written", history.key)
@@ -142,9 +147,18 @@ class Pipeline:
         sampling = turn.sampling
         parser: StreamParser = TextParser()
         if not plain and turn.tools and turn.tool_choice.mode != "none":
-            parser = model.tool_format.parser(turn.tools, turn.tool_choice, new_call_id)
+            parser = model.tool_format.parser(turn.tools, turn.tool_choice, model.tool_format.new_call_id)
+        elif not plain and model.tool_format.owns_reasoning:
+            parser = model.tool_format.parser((), ToolChoice("none"), model.tool_format.new_call_id)
+        tags = turn.thinking.tags if turn.thinking is not None and not plain else None
+        if turn.thinking is not None and tags is not None:
+            parser = ReasoningSplitter(parser, begin=tags.begin, end=tags.end, inside=turn.thinking.state == "open")
         stream = TextStream(
-            self._detokenizers[model.name].fresh(), sampling.stop, sampling.stop_exempt, min_tokens=sampling.min_tokens
+            self._detokenizers[model.name].showing(sampling.visible_tokens),
+            sampling.stop,
+            sampling.stop_exempt,
+            after=sampling.stop_after,
+            min_tokens=sampling.min_tokens,
         )
         return ChoiceDecoder(
             index,
@@ -161,11 +175,6 @@ class Pipeline:
                 observer.turn_finished(record)
             except Exception:
                 log.exception("an observer failed on turn %s", record.request_id)
-
-
-def new_call_id() -> str:
-    """An id for a tool call, unique among all there ever were."""
-    return "call_" + secrets.token_hex(12)
 
 
 def _within_context(sampling: SamplingParams, prompt: Prompt, info: WorkerInfo) -> SamplingParams:

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from gateway.choices import ChoiceDecoder, ChoiceState, TurnEvent
-from gateway.turn import Generation, Migration, Receipt, TurnError
+from gateway.turn import Generation, Migration, Receipt, SessionRef, TurnError
 from gateway.workers.protocol import Chunk, Done, Finished, Tokens
 
 _AHEAD = 16
@@ -41,8 +41,12 @@ async def close_all(generations: Sequence[Generation]) -> None:
 class RunningTurn:
     """Generations of one turn (one for each prompt) and the decoders of their choices, numbered prompt by prompt."""
 
-    def __init__(self, generations: Sequence[Generation], decoders: Sequence[ChoiceDecoder], usage: Usage) -> None:
-        """`decoders`: as many for each generation, in order. `usage`: with the prompts already counted."""
+    def __init__(
+        self, generations: Sequence[Generation], decoders: Sequence[ChoiceDecoder], usage: Usage, session: SessionRef
+    ) -> None:
+        """`decoders`: as many for each generation, in order. `usage`: with the prompts already counted. `session`: whose turn
+        it is; for one that named none, the session it was recognised as."""
+        self.session = session
         self._generations = tuple(generations)
         self._decoders = tuple(decoders)
         self._per_generation = len(decoders) // len(generations)
@@ -100,6 +104,11 @@ class RunningTurn:
         if self._released is not None:
             return self._released[1]
         return tuple(decoder.state for decoder in self._decoders)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Of the generated tokens, those that were reasoning."""
+        return sum(choice.reasoning_tokens for choice in self.choices)
 
     def release(self) -> None:
         """After the end: keeps what was said, where, and at what cost; prompts, connections and parsers go."""

@@ -1,1 +1,1 @@
-"""Tiers below the device: where KV blocks will go when the pool needs their place. Nothing is here yet but the room."""
+"""Tiers below the device: shared memory for all replicas of a machine, disk, remote. What they give back they have verified."""

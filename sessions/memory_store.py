@@ -36,6 +36,9 @@ class MemoryLedgerStore:
             self._records.move_to_end((tenant, key))
         return record
 
+    async def peek(self, tenant: str, key: str) -> SessionRecord | None:
+        return await self.get(tenant, key)
+
     async def put(self, record: SessionRecord) -> bool:
         at = (record.tenant, record.key)
         if self._epochs.get(at, record.epoch) != record.epoch:

@@ -93,6 +93,9 @@ class RedisLedgerStore:
             return theirs
         return mine
 
+    async def peek(self, tenant: str, key: str) -> SessionRecord | None:
+        return None if self._unsaved.get((tenant, key)) else await self._local.get(tenant, key)
+
     async def put(self, record: SessionRecord) -> bool:
         at = (record.tenant, record.key)
         before = await self._local.get(*at)

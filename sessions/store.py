@@ -37,6 +37,9 @@ class LedgerStore(Protocol):
     async def get(self, tenant: str, key: str) -> SessionRecord | None:
         """The newest record known, None when there is none (any more). Counts as use."""
 
+    async def peek(self, tenant: str, key: str) -> SessionRecord | None:
+        """The record as this process knows it, which may be older than the newest. Asks nobody."""
+
     async def put(self, record: SessionRecord) -> bool:
         """Stores a record that replaces version `record.version - 1`. False when another version is stored by now: read it,
         add what is new, try again; or when the session was deleted since the record's epoch. A record whose predecessor was

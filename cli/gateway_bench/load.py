@@ -61,6 +61,8 @@ class Conversation:
         self.messages.append({"role": "user", "content": _words(rng, config.words)})
         self.asked += 1
         body: dict[str, Any] = {"messages": self.messages, "max_tokens": config.output_tokens, "stream": config.stream}
+        if config.stream:
+            body["stream_options"] = {"include_usage": True}
         return orjson.dumps(body)
 
     def answered(self, text: str) -> None:

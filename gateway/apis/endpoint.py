@@ -43,13 +43,14 @@ MakePrompts = Callable[[WorkerInfo], Awaitable[tuple[Sequence[Prompt], TurnHisto
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request as it came. `request_id` is what the client may know it by."""
+    """A request as it came. `request_id` is what the client may know it by; `raw` the body, where it goes on as it is."""
 
     request: web.Request
     request_id: str
     body: Mapping[str, Any]
     wall_clock: float
     monotonic: float
+    raw: bytes = b""
 
 
 @dataclass(slots=True)
@@ -100,7 +101,9 @@ class TurnEndpoint:
             prompts, history = await make_prompts(info)
             watched = self._pipeline.watch.began(turn, history)
             try:
-                running = await self._pipeline.run(model, turn, prompts, info, span.trace_headers(), plain=plain)
+                running = await self._pipeline.run(
+                    model, turn, prompts, info, span.trace_headers(), history=history, plain=plain
+                )
             except BaseException as error:
                 if not is_refusal(error):
                     await asyncio.shield(self._pipeline.settle(history, None))
@@ -112,7 +115,8 @@ class TurnEndpoint:
         async def settle(begun: Begun, complete: bool) -> None:
             running = begun.running if complete else None
             self._pipeline.watch.ended(begun.watched, running)
-            await self._pipeline.settle(begun.history, running, final=turn.session.final)
+            missed = begun.watched is not None and begun.watched.miss is not None
+            await self._pipeline.settle(begun.history, running, final=turn.session.final, missed=missed)
 
         async def begin(shared: SharedTurn) -> Begun:
             try:
@@ -224,7 +228,7 @@ class TurnEndpoint:
         miss = watched.miss if watched is not None else None
         return {
             REQUEST_ID: arrival.request_id,
-            **session_headers(turn.session),
+            **session_headers(begun.running.session),
             **placement_headers(begun.running, started=started),
             **miss_header(miss),
             **attached_header(joined.how, joined.first),
@@ -319,7 +323,7 @@ class TurnEndpoint:
             request_id=turn.request_id,
             dialect=answer.dialect,
             model=model.name,
-            session=turn.session,
+            session=running.session if running is not None else turn.session,
             started_at=arrival.wall_clock,
             duration=duration,
             time_to_first_token=outcome.first_token,

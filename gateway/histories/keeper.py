@@ -61,13 +61,23 @@ class TurnHistory:
     epoch: str = ""
     closed: bool = False
 
+    @property
+    def who(self) -> SessionRef:
+        """The session as it is known by now: one that the request did not name has the key it is kept under."""
+        if self.named:
+            return self.session
+        return dataclasses.replace(self.session, key=self.key, source="prefix")
+
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What became of a turn. `choices`: as they were returned; `called`: tools. () and None for one that failed."""
+    """What became of a turn. `choices`: as they were returned; `called`: tools. () and None for one that failed. `worker`,
+    `instance`: where it ran. `missed`: it reused less than its predecessor left."""
 
     choices: Sequence[ChoiceState] = ()
     worker: str = ""
+    instance: str = ""
+    missed: bool = False
     cached_tokens: int = 0
     completion_tokens: int = 0
     seconds: tuple[float, float] = field(default=(0.0, 0.0))
@@ -166,11 +176,11 @@ class HistoryKeeper:
         self._telemetry.continued(history.continuation)
         return history
 
-    async def close(self, history: TurnHistory, answered: Answered) -> None:
-        """Writes what the turn was and what was generated, unless its session was deleted meanwhile. Once a turn; later calls
-        do nothing."""
+    async def close(self, history: TurnHistory, answered: Answered) -> bool:
+        """Writes what the turn was and what was generated. Once a turn; later calls do nothing. False when its session was
+        deleted meanwhile, and nothing is to be kept of it."""
         if history.closed:
-            return
+            return True
         history.closed = True
         made = history.continuation
         now = self._clock()
@@ -179,16 +189,21 @@ class HistoryKeeper:
             made.ledger,
             pending=pending_from(made.ledger, answers),
             worker=answered.worker,
+            worker_instance=answered.instance,
             used_at=now,
         )
-        for _ in range(_ATTEMPTS):
-            record = await self.store.get(history.tenant, history.key)
+        # Mostly nobody else has written it since the turn began: the own copy says what to replace, and storing finds out.
+        record = await self.store.peek(history.tenant, history.key)
+        for attempt in range(_ATTEMPTS):
+            if attempt:
+                record = await self.store.get(history.tenant, history.key)
             epoch = record.epoch if record is not None else self.store.epoch(history.tenant, history.key)
             if epoch not in ("", history.epoch):
-                return
+                return False
             if await self.store.put(self._updated(history, record, ledger, answered, now)):
-                return
+                return True
         log.debug("session %s: others wrote it all the time; this turn's ledger is left out", history.key)
+        return True
 
     async def fork(self, tenant: str, key: str, new_key: str) -> SessionRecord | None:
         """A session that begins where another is. None when there is no such session. Raises TurnError 409 when the new key
@@ -314,7 +329,7 @@ class HistoryKeeper:
             reused_tokens=record.reused_tokens + made.reused_tokens,
             spliced_tokens=record.spliced_tokens + made.spliced_tokens,
             tokenised_tokens=record.tokenised_tokens + made.tokenised_tokens,
-            misses=record.misses + (made.divergence is not None),
+            misses=record.misses + answered.missed,
             superseded_blocks=record.superseded_blocks + len(made.orphaned) // DIGEST_BYTES,
             prefill_seconds=record.prefill_seconds + answered.seconds[0],
             decode_seconds=record.decode_seconds + answered.seconds[1],

@@ -58,7 +58,7 @@ class ChatAnswer:
             **self._envelope,
             "object": "chat.completion",
             "choices": [self._choice(state) for state in running.choices],
-            "usage": usage_body(running, self._turn.session),
+            "usage": usage_body(running),
         }
         if self._options.return_token_ids:
             body["prompt_token_ids"] = self._prompt_ids
@@ -93,7 +93,7 @@ class ChatAnswer:
                     **self._envelope,
                     "object": "chat.completion.chunk",
                     "choices": [],
-                    "usage": usage_body(running, self._turn.session),
+                    "usage": usage_body(running),
                 }
             )
             + done

@@ -73,7 +73,7 @@ class CompletionAnswer:
                 choice["prompt_token_ids"] = self._prompt_ids[self._prompt_of(state.index)]
                 choice["token_ids"] = list(state.token_ids)
             choices.append(choice)
-        return {**self._envelope, "choices": choices, "usage": usage_body(running, self._turn.session)}
+        return {**self._envelope, "choices": choices, "usage": usage_body(running)}
 
     def opening(self, running: RunningTurn) -> bytes:
         if not self._options.echo and not self._options.return_token_ids:
@@ -106,7 +106,7 @@ class CompletionAnswer:
         done = b"data: [DONE]\n\n"
         if not self._options.include_usage:
             return done
-        return frame({**self._envelope, "choices": [], "usage": usage_body(running, self._turn.session)}) + done
+        return frame({**self._envelope, "choices": [], "usage": usage_body(running)}) + done
 
     def failure(self, error: TurnError) -> bytes:
         return frame(error_body(error))

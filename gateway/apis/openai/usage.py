@@ -5,17 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from gateway.running import RunningTurn
-from gateway.turn import SessionRef
 
 
-def usage_body(running: RunningTurn, session: SessionRef) -> dict[str, Any]:
+def usage_body(running: RunningTurn) -> dict[str, Any]:
     """Token counts; `turnkeep` says which replica computed them, for which session."""
-    usage = running.usage
+    usage, session = running.usage, running.session
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.total_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": running.reasoning_tokens},
         "turnkeep": {"replica": running.workers, "session": session.key, "session_source": session.source},
     }

@@ -313,3 +313,30 @@ async def test_a_turn_that_its_worker_refuses_is_no_turn(gateway, stream, where)
     after = await get(gateway, "/v1/sessions/s1")
     assert after["turns"] == before["turns"] == 1
     assert after["tokens"] == before["tokens"]
+
+
+async def test_a_session_that_was_recognised_is_told_and_recorded_under_one_name(gateway):
+    gateway.dispatcher.script.text = "Hello there "
+    messages, told = [user("hi")], []
+    for question in ("more", "and more", "still more"):
+        body = {"model": "tiny", "messages": messages}
+        async with gateway.http.post(gateway.url + "/v1/chat/completions", json=body) as response:
+            usage = orjson.loads(await response.read())["usage"]["turnkeep"]
+            told.append(response.headers["X-Turnkeep-Session"])
+        assert told[-1] == f"{usage['session']}; source=prefix"
+        messages = [*messages, said("Hello there"), user(question)]
+    (name,) = {header.partition(";")[0] for header in told}
+    assert name.startswith("auto-")
+    assert (await get(gateway, f"/v1/sessions/{name}"))["turns"] == 3
+    assert [record.session.key for record in gateway.observer.records] == [name] * 3
+
+
+async def test_turns_that_reuse_all_they_could_are_no_misses(gateway):
+    gateway.dispatcher.script.text = "Hello there "
+    long = user("x" * 200)
+    await gateway.chat(messages=[long], headers=S)
+    # Cut short and going on elsewhere: the end of it is gone, and nobody computes it again.
+    await gateway.chat(messages=[long, said("Hello there"), user("a")], headers=S)
+    await gateway.chat(messages=[long, said("Hello there"), user("b")], headers=S)
+    misses = (await get(gateway, "/v1/sessions/s1/misses"))["data"]
+    assert (await get(gateway, "/v1/sessions/s1"))["misses"] == len(misses)
