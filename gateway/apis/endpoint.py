@@ -43,13 +43,14 @@ MakePrompts = Callable[[WorkerInfo], Awaitable[tuple[Sequence[Prompt], TurnHisto
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request as it came. `request_id` is what the client may know it by."""
+    """A request as it came. `request_id` is what the client may know it by; `raw` the body, where it goes on as it is."""
 
     request: web.Request
     request_id: str
     body: Mapping[str, Any]
     wall_clock: float
     monotonic: float
+    raw: bytes = b""
 
 
 @dataclass(slots=True)

@@ -21,6 +21,7 @@ from gateway.apis.openai.tokenizing import detokenize, tokenize
 from gateway.config import HttpConfig
 from gateway.histories.keeper import TurnHistory
 from gateway.models import ServedModel
+from gateway.passthrough.endpoint import PassThrough
 from gateway.pipeline import Pipeline
 from gateway.prompts import structural_tag
 from gateway.turn import Prompt, TurnError
@@ -31,7 +32,15 @@ from prefix_cache.hashing import unpack_tokens
 class OpenAIRoutes:
     """Chat Completions, Completions, models, and tokenising."""
 
-    def __init__(self, pipeline: Pipeline, endpoint: TurnEndpoint, arrivals: Arrivals, http: HttpConfig) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        endpoint: TurnEndpoint,
+        arrivals: Arrivals,
+        http: HttpConfig,
+        passthrough: PassThrough | None = None,
+    ) -> None:
+        self._passthrough = passthrough
         self._pipeline = pipeline
         self._endpoint = endpoint
         self._arrivals = arrivals
@@ -42,6 +51,7 @@ class OpenAIRoutes:
         """Registers the endpoints."""
         router.add_post("/v1/chat/completions", self.chat)
         router.add_post("/v1/completions", self.completions)
+        router.add_post("/v1/embeddings", self.embeddings)
         router.add_get("/v1/models", self.models)
         router.add_get("/v1/models/{name:.+}", self.model)
         router.add_post("/tokenize", self.tokenize)
@@ -49,6 +59,8 @@ class OpenAIRoutes:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         arrival, session, warnings = await self._arrivals.turn(request)
+        if self._passthrough is not None and self._passthrough.takes(arrival.body):
+            return await self._passthrough.deliver(arrival, session, "/v1/chat/completions", "chat")
         model = self._find_model(arrival)
         with self._pipeline.telemetry.stages.spent("parse"):
             turn, options = parse_chat(
@@ -74,6 +86,8 @@ class OpenAIRoutes:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         arrival, session, warnings = await self._arrivals.turn(request)
+        if self._passthrough is not None and self._passthrough.takes(arrival.body):
+            return await self._passthrough.deliver(arrival, session, "/v1/completions", "text_completion")
         model = self._find_model(arrival)
         turn, options = parse_completion(
             dict(arrival.body),
@@ -109,15 +123,26 @@ class OpenAIRoutes:
         )
         return await self._endpoint.deliver(arrival, model, turn, make_prompts, answer, plain=True)
 
+    async def embeddings(self, request: web.Request) -> web.StreamResponse:
+        """Only opaque workers make them."""
+        arrival, session, _ = await self._arrivals.turn(request)
+        if self._passthrough is not None and self._passthrough.takes(arrival.body):
+            return await self._passthrough.deliver(arrival, session, "/v1/embeddings", "embeddings")
+        name = self._find_model(arrival).name
+        raise TurnError(400, "unsupported", f"Model '{name}' makes no embeddings here.", param="model")
+
     async def models(self, request: web.Request) -> web.Response:
         self._arrivals.tenant(request)
         data = [self._card(model, name) for model in self._pipeline.models.all for name in (model.name, *model.aliases)]
+        data += [self._opaque_card(name) for name in self._opaque_models()]
         return web.json_response({"object": "list", "data": data})
 
     async def model(self, request: web.Request) -> web.Response:
         self._arrivals.tenant(request)
         name = request.match_info["name"]
-        return web.json_response(self._card(self._pipeline.models.find(name), name))
+        if name in self._opaque_models():
+            return web.json_response(self._opaque_card(name))
+        return web.json_response(self._card(self._model_named(name), name))
 
     async def tokenize(self, request: web.Request) -> web.Response:
         arrival, warnings = await self._arrivals.body(request)
@@ -134,7 +159,16 @@ class OpenAIRoutes:
         name = arrival.body.get("model")
         if name is not None and not isinstance(name, str):
             raise bad_field("model", "a string is expected")
-        return self._pipeline.models.find(name)
+        return self._model_named(name)
+
+    def _model_named(self, name: str | None) -> ServedModel:
+        return self._pipeline.models.find(name, also=self._opaque_models())
+
+    def _opaque_models(self) -> tuple[str, ...]:
+        return self._passthrough.models() if self._passthrough is not None else ()
+
+    def _opaque_card(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self._created, "owned_by": "turnkeep"}
 
     def _card(self, model: ServedModel, name: str) -> dict[str, Any]:
         card: dict[str, Any] = {"id": name, "object": "model", "created": self._created, "owned_by": "turnkeep"}
