@@ -43,6 +43,7 @@ from gateway.tokenization import ModelFilesError
 from gateway.turns.config import TurnsConfig
 from gateway.watching.config import MissesConfig
 from gateway.workers.spec import parse_worker
+from grammar.formats.registry import FORMAT_NAMES
 from sessions.gaps.model import GapConfig
 from sessions.identity import DEFAULT_ORDER
 from sessions.redis_link import RedisConfig
@@ -87,6 +88,12 @@ def _read_config(ctx: click.Context, _param: click.Parameter, path: Path | None)
 )
 @click.option(
     "--served-model-name", multiple=True, metavar="NAME", help="What the API calls the model; more of them are aliases."
+)
+@click.option(
+    "--tool-format",
+    type=click.Choice(FORMAT_NAMES),
+    default=None,
+    help="How --model writes tool calls. [default: as its chat template says]",
 )
 @click.option("--replicas", type=click.IntRange(0, 1024), default=None, help="Local replicas. [default: 1; 0 with --worker]")
 @click.option(
@@ -269,7 +276,7 @@ def _models(options: Mapping[str, Any], cache_dir: Path, *, none: bool) -> tuple
         given = given if given is not None else DEFAULT_MODEL
         directory = fetch(given, cache_dir, console)
         names = served or (own_name(given, directory),)
-        models.append(ModelConfig(names[0], directory, names[1:]))
+        models.append(ModelConfig(names[0], directory, names[1:], options["tool_format"]))
     for text in also:
         name, equals, model = text.partition("=")
         if not equals or not name or not model:

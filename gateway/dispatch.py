@@ -141,7 +141,8 @@ class PoolDispatcher:
         trace_headers: Mapping[str, str],
     ) -> PooledGeneration:
         def place(excluded: set[str], generated: int) -> Placement:
-            return self._place(model, session, prompt.digests, prompt.num_tokens + generated, excluded, resumes=generated > 0)
+            tokens = prompt.num_tokens + generated
+            return self._place(model, session, prompt.digests, tokens, excluded, resumes=generated > 0, request_id=request_id)
 
         generation = PooledGeneration(
             GenerateRequest(
@@ -213,6 +214,7 @@ class PoolDispatcher:
         *,
         resumes: bool = False,
         opaque: bool = False,
+        request_id: str = "",
     ) -> Placement:
         """`resumes`: a lost worker began it, so only one that can go on will do."""
         members = {
@@ -230,6 +232,7 @@ class PoolDispatcher:
                 block_size=info.block_size if info is not None else 1,
                 session=session,
                 loads=[member.load for member in members.values()],
+                request_id=request_id,
             )
         member = members[route.receipt.worker]
         return Placement(member, route, member.books.open(tokens, route.receipt.matched_tokens))

@@ -128,6 +128,7 @@ class Member:
             requests=self.books.requests + self._foreign_requests,
             max_concurrency=self.info.max_concurrency if self.info is not None else 1,
             instance=self.info.instance if self.info is not None else "",
+            kv_tokens=self.info.num_blocks * self.info.block_size if self.info is not None else 0,
         )
 
     def heard(self) -> None:

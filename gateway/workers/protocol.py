@@ -37,8 +37,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     `max_tokens` None: as many as the context holds. `top_k` 0: off. `logprobs` None: none; 0: the chosen token's only;
     k: the k most likely beside it. `seed` None: the replica draws one. `stop` strings do not fire inside `stop_exempt`
-    regions, given as (begin text, end text). Penalties act as documented by OpenAI (presence, frequency: generated tokens)
-    and by the CTRL paper (repetition: prompt and generated tokens).
+    regions, given as (begin text, end text), nor before the text `stop_after` has come ("" for none). `visible_tokens`:
+    special tokens that count as text where stop strings are looked for. Penalties act as documented by OpenAI (presence,
+    frequency: generated tokens) and by the CTRL paper (repetition: prompt and generated tokens).
     """
 
     max_tokens: int | None = None
@@ -57,6 +58,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     stop_exempt: tuple[tuple[str, str], ...] = ()
+    stop_after: str = ""
+    visible_tokens: tuple[str, ...] = ()
     ignore_eos: bool = False
 
 
