@@ -191,6 +191,11 @@ def _sim_option(*names: str, **settings: Any) -> Callable[[Callable[..., Any]], 
 @click.option(
     "--heartbeat", type=click.FloatRange(0, min_open=True), default=5.0, show_default=True, help="Of event streams, s."
 )
+@click.option(
+    "--kv-events", default=None, metavar="ADDRESS", help="Publish KV events there over ZMQ as vLLM does: tcp://*:5557."
+)
+@click.option("--kv-replay", default=None, metavar="ADDRESS", help="Replay them there: tcp://*:5558.")
+@click.option("--kv-topic", default="", metavar="TEXT", help="Of those messages.")
 @click.option("--hang-timeout", type=click.FloatRange(1), default=900.0, show_default=True, help="Longest step, seconds.")
 @click.option("--otlp", type=OTLPAddress(), default=None, metavar="URL", help="Send spans there over OTLP/HTTP.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True)
@@ -270,6 +275,9 @@ def _run(load: Load, address: Address, options: dict[str, Any]) -> int:
         write_timeout=options["write_timeout"],
         heartbeat=options["heartbeat"],
         shutdown_timeout=options["shutdown_timeout"],
+        kv_events=options["kv_events"],
+        kv_replay=options["kv_replay"],
+        kv_topic=options["kv_topic"],
     )
     thread_config = EngineThreadConfig(
         max_requests=options["max_requests"],

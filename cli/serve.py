@@ -43,6 +43,7 @@ from gateway.tokenization import ModelFilesError
 from gateway.turns.config import TurnsConfig
 from gateway.watching.config import MissesConfig
 from gateway.workers.spec import parse_worker
+from grammar.formats.registry import FORMAT_NAMES
 from sessions.gaps.model import GapConfig
 from sessions.identity import DEFAULT_ORDER
 from sessions.redis_link import RedisConfig
@@ -77,13 +78,25 @@ def _read_config(ctx: click.Context, _param: click.Parameter, path: Path | None)
 )
 @click.option(
     "--model",
-    default=DEFAULT_MODEL,
-    show_default=True,
+    default=None,
+    show_default=f"{DEFAULT_MODEL}; none where all workers are opaque",
     metavar="NAME|DIR|FILE.gguf",
     help="An embedded model, a directory, a GGUF file, or a hub id; fetched or converted when that is not done yet.",
 )
 @click.option(
+    "--also-serve",
+    multiple=True,
+    metavar="NAME=MODEL",
+    help="Another model, or an adapter by its base, that workers elsewhere serve: tokenizer and template are needed here.",
+)
+@click.option(
     "--served-model-name", multiple=True, metavar="NAME", help="What the API calls the model; more of them are aliases."
+)
+@click.option(
+    "--tool-format",
+    type=click.Choice(FORMAT_NAMES),
+    default=None,
+    help="How --model writes tool calls. [default: as its chat template says]",
 )
 @click.option("--replicas", type=click.IntRange(0, 1024), default=None, help="Local replicas. [default: 1; 0 with --worker]")
 @click.option(
@@ -203,10 +216,6 @@ def plan_from(options: Mapping[str, Any], engine_table: Mapping[str, Any]) -> Se
     Raises ConfigError, CheckpointError, and ValueError of the config classes, each with a sentence.
     """
     cache_dir = Path(options["cache_dir"]).absolute()
-    directory = fetch(options["model"], cache_dir, Console(stderr=True))
-    given = options["model"]
-    names = tuple(options["served_model_name"]) or (own_name(given, directory),)
-    model = ModelConfig(names[0], directory, names[1:])
     try:
         workers = tuple(parse_worker(text, os.environ) for text in options["worker"])
     except ValueError as error:
@@ -214,6 +223,8 @@ def plan_from(options: Mapping[str, Any], engine_table: Mapping[str, Any]) -> Se
     replicas = options["replicas"] if options["replicas"] is not None else (0 if workers else 1)
     if replicas == 0 and not workers:
         raise ConfigError("Nothing would generate: give --replicas or --worker.")
+    opaque_only = replicas == 0 and all(spec.kind == "openai" for spec in workers)
+    models = _models(options, cache_dir, none=opaque_only)
     auth = AuthConfig(
         keys=tuple(options["api_key"]),
         key_file=Path(options["api_key_file"]).absolute() if options["api_key_file"] is not None else None,
@@ -236,14 +247,14 @@ def plan_from(options: Mapping[str, Any], engine_table: Mapping[str, Any]) -> Se
         otlp_url=options["otlp"], otlp_headers=_headers(options["otlp_header"]), **generated_values("telemetry", options)
     )
     pool = PoolConfig(
-        models=(model.name,),
-        aliases=dict.fromkeys(model.aliases, model.name),
+        models=tuple(model.name for model in models),
+        aliases={alias: model.name for model in models for alias in model.aliases},
         router=RouterConfig(policy=options["policy"], **generated_values("router", options)),
         **generated_values("pool", options),
     )
     return ServePlan(
         gateway=GatewayConfig(
-            models=(model,),
+            models=models,
             http=http,
             auth=auth,
             session_sources=tuple(options["session_source"]) or DEFAULT_ORDER,
@@ -264,6 +275,28 @@ def plan_from(options: Mapping[str, Any], engine_table: Mapping[str, Any]) -> Se
         redis=RedisConfig(options["redis"], **generated_values("redis", options)) if options["redis"] else None,
         record=Path(options["record"]).absolute() if options["record"] is not None else None,
     )
+
+
+def _models(options: Mapping[str, Any], cache_dir: Path, *, none: bool) -> tuple[ModelConfig, ...]:
+    """What the gateway renders and tokenises for. `none`: nothing, unless a model is asked for."""
+    given, served, also = options["model"], tuple(options["served_model_name"]), tuple(options["also_serve"])
+    console = Console(stderr=True)
+    models = []
+    if given is not None or served or not none:
+        given = given if given is not None else DEFAULT_MODEL
+        directory = fetch(given, cache_dir, console)
+        names = served or (own_name(given, directory),)
+        models.append(ModelConfig(names[0], directory, names[1:], options["tool_format"]))
+    for text in also:
+        name, equals, model = text.partition("=")
+        if not equals or not name or not model:
+            raise ConfigError(f"--also-serve takes NAME=MODEL, not {text!r}.")
+        models.append(ModelConfig(name, fetch(model, cache_dir, console)))
+    taken = [name for model in models for name in (model.name, *model.aliases)]
+    twice = next((name for name in taken if taken.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"Two models are named '{twice}': rename one with --served-model-name or --also-serve.")
+    return tuple(models)
 
 
 def _engine_arguments(options: Mapping[str, Any], table: Mapping[str, Any]) -> list[str]:
@@ -314,7 +347,7 @@ async def _loaded(
     gateway: RunningGateway, plan: ServePlan, console: Console, status: Status | None, stop: asyncio.Event
 ) -> bool:
     """Waits for the replicas, saying how far they are. False when a signal came first."""
-    what = f"{gateway.expected} {'replica' if gateway.expected == 1 else 'replicas'} of {plan.gateway.models[0].name}"
+    what = f"{gateway.expected} {'replica' if gateway.expected == 1 else 'replicas'} of {_what(plan)}"
     console.print(f"Listening on {gateway.url}; loading {what}.", highlight=False)
 
     async def show(status: Status) -> None:
@@ -337,8 +370,13 @@ async def _loaded(
             status.stop()
 
 
+def _what(plan: ServePlan) -> str:
+    """The model that is served first; workers that take bodies as they are say themselves what theirs is."""
+    return plan.gateway.models[0].name if plan.gateway.models else "MODEL"
+
+
 def _announce(gateway: RunningGateway, plan: ServePlan, console: Console) -> None:
-    model = plan.gateway.models[0].name
+    model = _what(plan)
     key = ' \\\n  -H "Authorization: Bearer $API_KEY"' if plan.gateway.auth.restricted else ""
     example = (
         f"curl {gateway.url}/v1/chat/completions{key} \\\n"

@@ -15,6 +15,7 @@ from gateway.app import make_apps
 from gateway.config import GatewayConfig
 from gateway.dispatch import PoolConfig, PoolDispatcher
 from gateway.models import ModelRegistry, ServedModel
+from gateway.passthrough.endpoint import PassThrough
 from gateway.pipeline import Pipeline
 from gateway.server import HttpServer
 from gateway.supervision.config import SupervisorConfig
@@ -123,12 +124,15 @@ async def open_gateway(plan: ServePlan, *, forward: Callable[[str, str], None] =
     The port is taken before replicas are started, so that a port in use costs no loading. Raises ListenError,
     ModelFilesError, RecorderError. `forward` takes what replicas print: (name, line).
     """
-    model = plan.gateway.models[0]
     registry = ModelRegistry(ServedModel.load(config) for config in plan.gateway.models)
     stopping = False
 
     def reasons() -> list[str]:
-        return ["The gateway is shutting down."] if stopping else []
+        if stopping:
+            return ["The gateway is shutting down."]
+        if not plan.gateway.models and not dispatcher.pool.opaque_models():
+            return ["No worker is up yet."]
+        return []
 
     async with AsyncExitStack() as stack:
         observers: list[TurnObserver] = []
@@ -147,7 +151,7 @@ async def open_gateway(plan: ServePlan, *, forward: Callable[[str, str], None] =
         if plan.replicas.count:
             supervisor = Supervisor(
                 SupervisorConfig(replicas=plan.replicas.count),
-                lambda _number, socket, threads: replica_command(plan, model.name, model.directory, socket, threads),
+                lambda _number, socket, threads: replica_command(plan, socket, threads),
                 on_up=up,
                 on_down=dispatcher.remove_worker,
                 forward=forward,
@@ -163,7 +167,15 @@ async def open_gateway(plan: ServePlan, *, forward: Callable[[str, str], None] =
         )
         if shared is not None:
             shared.share_gaps(pipeline.watch.gaps.model, plan.gateway.gaps)
-        apps = make_apps(plan.gateway, pipeline, reasons=reasons, workers=dispatcher.workers)
+        passthrough = PassThrough(dispatcher, telemetry, plan.gateway.http, plan.pool.max_attempts)
+        apps = make_apps(
+            plan.gateway,
+            pipeline,
+            reasons=reasons,
+            workers=dispatcher.workers,
+            drain=dispatcher.drain,
+            passthrough=passthrough,
+        )
         server = HttpServer(apps.public, plan.gateway.http)
         telemetry.watch_connections(server)
         auth = plan.gateway.auth
@@ -186,9 +198,11 @@ async def open_gateway(plan: ServePlan, *, forward: Callable[[str, str], None] =
                     stopping = True
 
 
-def replica_command(plan: ServePlan, name: str, directory: Path, socket: Path, threads: int) -> list[str]:
-    """The command line of one local replica. -P: a folder called `cli` where the user happens to stand is not ours."""
-    command = [sys.executable, "-P", "-m", "cli.main", "engine", "--model", str(directory), "--model-name", name]
+def replica_command(plan: ServePlan, socket: Path, threads: int) -> list[str]:
+    """The command line of one local replica, of the first model. -P: a folder called `cli` where the user happens to stand is
+    not ours."""
+    model = plan.gateway.models[0]
+    command = [sys.executable, "-P", "-m", "cli.main", "engine", "--model", str(model.directory), "--model-name", model.name]
     command += ["--uds", str(socket)]
     if "--threads" not in plan.replicas.arguments:
         command += ["--threads", str(threads)]

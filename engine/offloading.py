@@ -214,8 +214,8 @@ class Offloading:
         self._stack.close()
 
     def _is_too_slow(self, load: _Load) -> bool:
-        """True when computing what is not loaded yet is faster than waiting for it: no block has come for longer than a twentieth
-        of that would take, or they come too slowly."""
+        """True when computing what is not loaded yet is faster than waiting for it: no block has come for longer than a
+        twentieth of that would take, or they come too slowly."""
         now = self._clock()
         loaded = load.ticket.loaded
         if loaded > load.seen:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import orjson
 from aiohttp import web
 
-from gateway.apis.administration import AdminRoutes, Workers
+from gateway.apis.administration import AdminRoutes, Drain, Workers
 from gateway.apis.arrivals import Arrivals
 from gateway.apis.endpoint import TurnEndpoint
 from gateway.apis.headers import KNOWN_AS, REQUEST_ID, request_id
@@ -21,6 +21,7 @@ from gateway.apis.watching import WatchRoutes
 from gateway.auth import ADMINISTRATION, ApiKeys
 from gateway.config import GatewayConfig
 from gateway.cors import allow_origins, mark
+from gateway.passthrough.endpoint import PassThrough
 from gateway.pipeline import Pipeline
 from gateway.turn import TurnError
 from gateway.turns.registry import TurnRegistry
@@ -40,19 +41,30 @@ class Applications(NamedTuple):
 
 
 def make_apps(
-    config: GatewayConfig, pipeline: Pipeline, *, reasons: ReadyReasons = tuple, workers: Workers = tuple
+    config: GatewayConfig,
+    pipeline: Pipeline,
+    *,
+    reasons: ReadyReasons = tuple,
+    workers: Workers = tuple,
+    drain: Drain = lambda name, draining: False,
+    passthrough: PassThrough | None = None,
 ) -> Applications:
     """The applications. Serve them with `gateway.server.HttpServer`, which cancels a handler when its client leaves; the public
     one always, as it owns what both use. Raises ValueError for keys that cannot be used."""
     # Bodies are bounded while they are read (gateway.apis.bodies), in the caller's dialect.
     app = web.Application(middlewares=[allow_origins(config.http.cors_origins), _answer_errors], client_max_size=0)
     keys = ApiKeys(config.auth)
-    arrivals = Arrivals(config, keys, pipeline.telemetry.stages)
+    arrivals = Arrivals(
+        config,
+        keys,
+        pipeline.telemetry.stages,
+        keeps_raw=passthrough.takes if passthrough is not None else lambda body: False,
+    )
     endpoint = TurnEndpoint(pipeline, config.http, TurnRegistry(config.turns))
-    OpenAIRoutes(pipeline, endpoint, arrivals, config.http).add_to(app.router)
+    OpenAIRoutes(pipeline, endpoint, arrivals, config.http, passthrough).add_to(app.router)
     administration = web.Application(middlewares=[_answer_errors], client_max_size=0)
     administration[ADMINISTRATION] = True
-    admin = AdminRoutes(arrivals, keys, pipeline.telemetry, workers)
+    admin = AdminRoutes(arrivals, keys, pipeline.telemetry, workers, drain)
     for each in (app, administration):
         # Administrators look at what tenants see, too.
         WatchRoutes(pipeline, arrivals).add_to(each.router)

@@ -121,6 +121,10 @@ class PoolDispatcher:
         if self.pool.remove(name):
             self.router.forget(name)
 
+    def drain(self, name: str, draining: bool) -> bool:
+        """Nothing new goes to a worker; what runs there is finished; `draining` False takes it back. Whether there is one."""
+        return self.pool.drain(name, draining)
+
     def workers(self) -> Sequence[WorkerView]:
         """Every worker, with its state and load."""
         return self.pool.views()
@@ -141,7 +145,8 @@ class PoolDispatcher:
         trace_headers: Mapping[str, str],
     ) -> PooledGeneration:
         def place(excluded: set[str], generated: int) -> Placement:
-            return self._place(model, session, prompt, excluded, generated)
+            tokens = prompt.num_tokens + generated
+            return self._place(model, session, prompt.digests, tokens, excluded, resumes=generated > 0, request_id=request_id)
 
         generation = PooledGeneration(
             GenerateRequest(
@@ -197,26 +202,44 @@ class PoolDispatcher:
         info = member.info if member is not None else None
         return member.client if member is not None and info is not None and info.capabilities.retention_hints else None
 
-    def _place(self, model: str, session: SessionRef, prompt: Prompt, excluded: set[str], generated: int) -> Placement:
-        """`generated`: tokens that a lost worker made; only one that can go on from them will do."""
+    def place_text(
+        self, model: str, session: SessionRef, digests: Sequence[BlockHash], tokens: int, excluded: set[str]
+    ) -> Placement:
+        """Where a body for an opaque worker goes: by the digests of its chunks and a guess at its tokens. Raises TurnError."""
+        return self._place(model, session, digests, tokens, excluded, opaque=True)
+
+    def _place(
+        self,
+        model: str,
+        session: SessionRef,
+        digests: Sequence[BlockHash],
+        tokens: int,
+        excluded: set[str],
+        *,
+        resumes: bool = False,
+        opaque: bool = False,
+        request_id: str = "",
+    ) -> Placement:
+        """`resumes`: a lost worker began it, so only one that can go on will do."""
         members = {
             member.name: member
-            for member in self.pool.candidates(model, excluded)
-            if not generated or (member.info is not None and member.info.capabilities.resume)
+            for member in self.pool.candidates(model, excluded, opaque=opaque)
+            if not resumes or (member.info is not None and member.info.capabilities.resume)
         }
         if not members:
             raise self.pool.none_up(model)
         info = next(iter(members.values())).info
         with self._stages.spent("route"):
             route = self.router.route(
-                digests=prompt.digests,
-                prompt_tokens=prompt.num_tokens + generated,
+                digests=digests,
+                prompt_tokens=tokens,
                 block_size=info.block_size if info is not None else 1,
                 session=session,
                 loads=[member.load for member in members.values()],
+                request_id=request_id,
             )
         member = members[route.receipt.worker]
-        return Placement(member, route, member.books.open(prompt.num_tokens + generated, route.receipt.matched_tokens))
+        return Placement(member, route, member.books.open(tokens, route.receipt.matched_tokens))
 
     def _retried(self, worker: str) -> None:
         if self._telemetry is not None:

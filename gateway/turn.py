@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from gateway.workers.protocol import Chunk, RetentionHint, SamplingParams, Started, WorkerInfo
+from grammar.thinking import Thinking
 from grammar.tools import ResponseFormat, Tool, ToolChoice
 
 
@@ -76,6 +77,7 @@ class Turn:
     priority: int = 0
     cache_salt: str | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    thinking: Thinking | None = None
     warnings: tuple[str, ...] = ()
 
 
@@ -99,13 +101,15 @@ class Prompt:
 @dataclass(frozen=True, slots=True)
 class Receipt:
     """Why a request went where it went. `matched_tokens` is what the index promised; the answer tells what came true.
-    `instance`: of the worker (gateway.workers.protocol.WorkerInfo), as gateways name workers each for itself; "": not known."""
+    `instance`: of the worker (gateway.workers.protocol.WorkerInfo), as gateways name workers each for itself; "": not known.
+    `seconds`: the estimate of the time to the first token."""
 
     worker: str
     reason: str
     matched_tokens: int
     candidates: int
     instance: str = ""
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

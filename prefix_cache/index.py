@@ -1,42 +1,38 @@
 """Which worker holds which block, in which tier: block digest -> a set of (worker, tier), fed by KV events.
 
-The set is one integer with a few bits per worker, so the longest resident prefix of a prompt is found for all workers in one
-walk: AND the sets of its blocks one after the other until nobody is left. What a worker reported and what was merely
-predicted of it (a prompt just routed there) stand in different bits of the same integer and cost one lookup.
+The set is one integer with a few bits per worker (prefix_cache.holders), so the longest resident prefix of a prompt is found
+for all workers at once (prefix_cache.walking). What a worker reported and what was merely predicted of it (a prompt just
+routed there) stand in different bits of the same integer and cost one lookup.
 
-Memory: at most `max_blocks_per_worker` blocks are remembered of each worker; what it stores beyond that is counted and not
-indexed, which only makes its prefixes look shorter than they are. A worker that is forgotten, or whose snapshot replaces what
-was known, costs nothing at that moment: its bits die, and every later change buries a few of the dead, faster than new ones
-can come. Predictions have a bound of their own.
+Memory: at most `max_blocks` blocks are remembered, of all workers together. Beyond that the least recently used are
+forgotten, the end of a sequence before its beginning; used is what was stored, predicted, or computed as part of a prompt. A
+worker that is forgotten, or whose snapshot replaces what was known, costs nothing at that moment: its bits die, and every
+later change buries a few of the dead, faster than new ones can come. Predictions have a bound of their own.
 
 Pure and single-threaded: no clock, no waiting.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import groupby
+from functools import partial
+from itertools import islice
 
-from prefix_cache.events import DEVICE, DISK, HOST, AllCleared, BlocksRemoved, BlocksStored, EventBatch, KVMessage, Snapshot
+from prefix_cache.events import AllCleared, BlocksRemoved, BlocksStored, EventBatch, KVMessage, Snapshot
 from prefix_cache.hashing import DIGEST_BYTES, BlockHash
+from prefix_cache.holders import PREDICTED, REMOTE, REPORTED_BITS, SLOT_BITS, STRIDE, TIER_BIT, TIERS, fold, fold_upto
+from prefix_cache.walking import JUMP, WALKED, depth, every, jump, walk
 
-REMOTE = "remote"
-TIERS = (DEVICE, HOST, DISK, REMOTE)
-"""Tiers the index tells apart, fastest first. Blocks in any other tier are not indexed."""
+__all__ = ["REMOTE", "TIERS", "Hits", "Outcome", "Position", "Prediction", "ResidencyIndex"]
 
-_PREDICTED = len(TIERS)
-_STRIDE = len(TIERS) + 1
-_SLOT_BITS = (1 << _STRIDE) - 1
 _SWEEP_PER_BLOCK = 4
 _MAX_DEAD_SLOTS = 32
 _MAX_INTERNED = 65_536
-_MAX_WALKS = 4096
-_MAX_STEPS_BACK = 1024
-_STEPS_BACK = 128
-_TIER_BIT = {tier: number for number, tier in enumerate(TIERS)}
+_TOUCHED_FROM = 0.75  # of the bound: below that nothing is forgotten soon
+_EVICTED_AT_ONCE = 256  # parts of the bound
 
 
 class Outcome(Enum):
@@ -62,21 +58,22 @@ class _Slot:
     number: int
     position: Position | None = None
     blocks: int = 0
-    not_indexed: int = 0
+    lower: int = 0
+    careful: bool = False
 
     @property
     def shift(self) -> int:
-        return self.number * _STRIDE
+        return self.number * STRIDE
 
 
 @dataclass(frozen=True, slots=True)
-class _Walk:
-    """A lookup that came to the block it is remembered by: `alive` held all blocks up to it, others as many as `found` says.
-    True as long as no block has been lost since, of which `losses` were counted then."""
+class Hits:
+    """Reported blocks of a prompt's beginning by the tier that they must be brought from: those on the device come first."""
 
-    losses: int
-    alive: int
-    found: dict[str, int]
+    device: int
+    host: int
+    disk: int
+    remote: int
 
 
 @dataclass(slots=True, eq=False)
@@ -91,18 +88,14 @@ class Prediction:
 class ResidencyIndex:
     """Block digest -> workers and tiers. Workers are known by name and come into being with their first message."""
 
-    def __init__(
-        self,
-        max_blocks_per_worker: int = 1_000_000,
-        max_predicted_blocks: int = 1_000_000,
-        *,
-        remember_beyond: int = 32,
-    ) -> None:
-        """`remember_beyond`: where walks of more blocks ended is remembered."""
-        if max_blocks_per_worker < 1 or max_predicted_blocks < 1:
-            raise ValueError("the index must be allowed to hold at least one block per worker and one predicted block")
-        self._bound = max_blocks_per_worker
+    def __init__(self, max_blocks: int = 4_000_000, max_predicted_blocks: int = 1_000_000, *, walked: int = WALKED) -> None:
+        """`walked`: prompts of up to so many blocks are looked at block by block."""
+        if max_blocks < 1 or max_predicted_blocks < 1:
+            raise ValueError("the index must be allowed to hold at least one block and one predicted block")
+        self._bound = max_blocks
         self._max_predicted = max_predicted_blocks
+        self._walked = walked
+        # In the order of their last use.
         self._masks: dict[BlockHash, int] = {}
         self._interned: dict[int, int] = {}
         self._slots: dict[str, _Slot] = {}
@@ -117,9 +110,9 @@ class ResidencyIndex:
         self._open: dict[Prediction, None] = {}
         self._settled: deque[Prediction] = deque()
         self._predicted = 0
-        self._walks: OrderedDict[BlockHash, _Walk] = OrderedDict()
-        self._losses = 0
-        self._remember_beyond = remember_beyond
+        self._careful_ones = 0
+        self.evicted = 0
+        """Blocks forgotten to stay within the bound."""
 
     # What is known
 
@@ -135,11 +128,6 @@ class ResidencyIndex:
         """Blocks remembered of a worker, in whatever tier; 0 for an unknown one."""
         slot = self._slots.get(worker)
         return 0 if slot is None else slot.blocks
-
-    def not_indexed(self, worker: str) -> int:
-        """Blocks of a worker that its bound kept out, since its last snapshot."""
-        slot = self._slots.get(worker)
-        return 0 if slot is None else slot.not_indexed
 
     def position(self, worker: str) -> Position | None:
         """From where to subscribe again. None: nothing is known of the worker's event stream."""
@@ -157,26 +145,65 @@ class ResidencyIndex:
     def lookup(self, digests: Sequence[BlockHash]) -> dict[str, int]:
         """How many blocks of a prompt, counted from its beginning without a gap, each worker holds or is predicted to.
 
-        Workers that hold nothing of it are absent. Takes one dictionary access per block until nobody is left, and a few
-        operations wherever the set of holders changes. A prompt that goes on where an earlier one was found to end is only
-        walked from there, as long as no block was lost meanwhile.
+        Workers that hold nothing of it are absent. Costs one dictionary access for every few dozen blocks, and a few for every
+        worker that holds less than another.
         """
-        start, alive, found = self._resume(digests)
-        count = start
-        for mask, run in groupby(map(self._masks.get, digests[start:] if start else digests)):
-            left = alive & _fold(mask) if mask is not None else 0
-            if left != alive:
-                if count:
-                    self._note(found, alive & ~left, count)
-                if not left:
-                    self._remember(digests, count, alive, found)
-                    return found
-                alive = left
-            count += len(list(run))  # The whole run of equal sets is walked in C.
-        if count and alive:
-            self._remember(digests, count, alive, found)
-            self._note(found, alive, count)
+        found: dict[str, int] = {}
+        if digests:
+            find = walk if len(digests) <= self._walked or self._careful_ones else jump
+            find(self._masks, digests, self._live_ones, fold, partial(self._note, found))
         return found
+
+    def lookup_tiers(self, digests: Sequence[BlockHash]) -> tuple[dict[str, int], Mapping[str, Hits]]:
+        """`lookup`, and for the workers that hold some of that in lower tiers only, how much of it where."""
+        found = self.lookup(digests)
+        lower = 0
+        for name in found:
+            slot = self._slots[name]
+            if slot.lower:
+                lower |= 1 << slot.shift
+        if not lower:
+            return found, {}
+        by_tier: list[dict[str, int]] = []
+        find = walk if len(digests) <= self._walked or self._careful_ones else jump
+        for tier in range(len(TIERS)):
+            upto: dict[str, int] = {}
+            find(self._masks, digests, lower, partial(fold_upto, tier=tier), partial(self._note, upto))
+            by_tier.append(upto)
+        hits: dict[str, Hits] = {}
+        for name, reported in by_tier[-1].items():
+            device, host, disk = (upto.get(name, 0) for upto in by_tier[:-1])
+            if device < reported:
+                hits[name] = Hits(device, host - device, disk - host, reported - disk)
+        return found, hits
+
+    def reported(self, worker: str, digests: Sequence[BlockHash], upto: int) -> int:
+        """How many of the first `upto` blocks the worker itself has reported to hold, without a gap."""
+        slot = self._slots.get(worker)
+        return 0 if slot is None else depth(self._masks, digests, min(upto, len(digests)), REPORTED_BITS << slot.shift)
+
+    def check_order(self, worker: str, digests: Sequence[BlockHash]) -> bool:
+        """Looks at these blocks, all of which a lookup has found to be held, one by one. False: some are not, so the worker's
+        cache gives up beginnings before ends, and prompts are walked block by block as long as it is known."""
+        slot = self._slots.get(worker)
+        if slot is None:
+            return True
+        bits, masks = SLOT_BITS << slot.shift, self._masks
+        if all(masks.get(digest, 0) & bits for digest in digests):
+            return True
+        slot.careful = True
+        self._careful_ones |= 1 << slot.shift
+        return False
+
+    def touch(self, digests: Sequence[BlockHash]) -> None:
+        """A prompt with these blocks was computed: they are in use. Costs nothing while memory is not short."""
+        masks = self._masks
+        if len(masks) < _TOUCHED_FROM * self._bound:
+            return
+        for digest in reversed(list(digests)):
+            mask = masks.pop(digest, None)
+            if mask is not None:
+                masks[digest] = mask
 
     # What workers report
 
@@ -239,9 +266,9 @@ class ResidencyIndex:
             return
         del self._names[slot.number]
         self._live_ones &= ~(1 << slot.shift)
-        self._losses += 1
+        self._careful_ones &= ~(1 << slot.shift)
         self._dead.add(slot.number)
-        self._dead_bits |= _SLOT_BITS << slot.shift
+        self._dead_bits |= SLOT_BITS << slot.shift
         if len(self._dead) > _MAX_DEAD_SLOTS:
             self.sweep(None)
 
@@ -265,7 +292,7 @@ class ResidencyIndex:
                 return
             # Slots that died while this pass ran may still stand in blocks it had passed: they wait for the next one.
             for number in self._sweeping:
-                self._dead_bits &= ~(_SLOT_BITS << number * _STRIDE)
+                self._dead_bits &= ~(SLOT_BITS << number * STRIDE)
             self._free.extend(self._sweeping)
             self._dead -= self._sweeping
             self._sweeping = set()
@@ -274,24 +301,29 @@ class ResidencyIndex:
 
     # What is expected of workers
 
-    def predict(self, worker: str, digests: Sequence[BlockHash]) -> Prediction | None:
-        """The worker was just given a prompt with these blocks: from now on they count as held by it.
+    def predict(self, worker: str, digests: Sequence[BlockHash], known: int = 0) -> Prediction | None:
+        """The worker was just given a prompt with these blocks, of which it has the first `known`: from now on the others
+        count as held by it. Of a long prompt some stand for all: those that `lookup` leaps to, and the last.
 
-        Give only those it does not hold yet. None when the worker is unknown or there is nothing to predict. The oldest
-        predictions make room when there are more than `max_predicted_blocks`.
+        None when the worker is unknown or there is nothing to predict. The oldest predictions make room when there are more
+        than
+        `max_predicted_blocks`.
         """
         slot = self._slots.get(worker)
-        if slot is None:
+        if slot is None or known >= len(digests):
             return None
-        bits, fresh = _SLOT_BITS << slot.shift, 1 << slot.shift + _PREDICTED
+        bits, fresh = SLOT_BITS << slot.shift, 1 << slot.shift + PREDICTED
         masks = self._masks
-        added = [digest for digest in digests[: self._max_predicted] if not masks.get(digest, 0) & bits]
+        added = [digest for digest in self._standing_for(digests, known) if not masks.get(digest, 0) & bits]
+        del added[self._max_predicted :]
         if not added:
             return None
         while self._predicted + len(added) > self._max_predicted:
             self.retract(self._settled[0] if self._settled else next(iter(self._open)))
-        for digest in added:
+        for digest in reversed(added):
             self._put(digest, masks.get(digest, 0) | fresh)
+        if len(masks) > self._bound:
+            self._evict()
         prediction = Prediction(slot, added)
         self._open[prediction] = None
         self._predicted += len(added)
@@ -322,11 +354,10 @@ class ResidencyIndex:
         slot = prediction.slot
         if self._names.get(slot.number) is None or self._slots.get(self._names[slot.number]) is not slot:
             return  # Its bits are dead or buried, and its number may belong to another by now.
-        keep = ~(1 << slot.shift + _PREDICTED)
+        keep = ~(1 << slot.shift + PREDICTED)
         for digest in prediction.digests:
             mask = self._masks.get(digest, 0)
             if mask & ~keep:
-                self._lost(mask, mask & keep)
                 self._put(digest, mask & keep)
 
     def expire(self, now: float) -> None:
@@ -337,44 +368,13 @@ class ResidencyIndex:
 
     # Inside
 
-    def _resume(self, digests: Sequence[BlockHash]) -> tuple[int, int, dict[str, int]]:
-        """Where to begin a walk: (blocks that need not be looked at, who holds all of them, how many the others hold)."""
-        for position, walk in self._walks_back(digests):
-            if walk.losses != self._losses:
-                break
-            # Who did not hold all of it may do so by now; then it holds the block that was missing.
-            others = self._live_ones & ~walk.alive
-            while others:
-                low = others & -others
-                others ^= low
-                at = walk.found.get(self._names[(low.bit_length() - 1) // _STRIDE], 0)
-                if _fold(self._masks.get(digests[at], 0)) & low:
-                    return 0, self._live_ones, {}
-            return position + 1, walk.alive, dict(walk.found)
-        return 0, self._live_ones, {}
-
-    def _walks_back(self, digests: Sequence[BlockHash]) -> Iterator[tuple[int, _Walk]]:
-        """Remembered walks that ended within `digests`, the longest first."""
-        end = len(digests)
-        lowest = max(end - _MAX_STEPS_BACK, self._remember_beyond)
-        while end > lowest:
-            start = max(end - _STEPS_BACK, lowest)
-            for offset, walk in enumerate(map(self._walks.get, reversed(list(digests[start:end])))):
-                if walk is not None:
-                    yield end - 1 - offset, walk
-            end = start
-
-    def _remember(self, digests: Sequence[BlockHash], count: int, alive: int, found: dict[str, int]) -> None:
-        if count <= self._remember_beyond:
-            return
-        self._walks[digests[count - 1]] = _Walk(self._losses, alive & self._live_ones, dict(found))
-        if len(self._walks) > _MAX_WALKS:
-            self._walks.popitem(last=False)
-
-    def _lost(self, before: int, after: int) -> None:
-        """A block's holders are `after`, and were `before`: walks over it may be wrong if somebody has gone."""
-        if _fold(before) & ~_fold(after) & self._live_ones:
-            self._losses += 1
+    def _standing_for(self, digests: Sequence[BlockHash], known: int) -> list[BlockHash]:
+        if len(digests) - known <= self._walked:
+            return list(digests[known:])
+        head = list(digests[known : max(known, self._walked)])
+        first = max(known, self._walked)
+        leaps = every(digests, JUMP)[-(-first // JUMP) :]
+        return [*head, *leaps, digests[-1]] if (len(digests) - 1) % JUMP else [*head, *leaps]
 
     def _open_slot(self, worker: str) -> _Slot:
         if self._free:
@@ -393,43 +393,65 @@ class ResidencyIndex:
         return self._open_slot(worker)
 
     def _store(self, slot: _Slot, tier: str, joined: bytes) -> None:
-        number = _TIER_BIT.get(tier)
+        number = TIER_BIT.get(tier)
         if number is None:
             return
         masks, interned = self._masks, self._interned
-        bit, bits = 1 << slot.shift + number, _SLOT_BITS << slot.shift
-        reported = bits & ~(1 << slot.shift + _PREDICTED)
-        for start in range(0, len(joined) - DIGEST_BYTES + 1, DIGEST_BYTES):
+        bit, reported = 1 << slot.shift + number, REPORTED_BITS << slot.shift
+        blocks = added = 0
+        # From the end, so that the end is forgotten first.
+        for start in range(len(joined) // DIGEST_BYTES * DIGEST_BYTES - DIGEST_BYTES, -1, -DIGEST_BYTES):
             digest = joined[start : start + DIGEST_BYTES]
             mask = masks.get(digest, 0)
+            if mask & bit:
+                continue
+            added += 1
             if not mask & reported:
-                if slot.blocks >= self._bound:
-                    slot.not_indexed += 1
-                    continue
-                slot.blocks += 1
+                blocks += 1
             mask |= bit
             masks[digest] = interned.setdefault(mask, mask)
+        slot.blocks += blocks
+        if number:
+            slot.lower += added
+        if len(masks) > self._bound:
+            self._evict()
         self.sweep(len(joined) // DIGEST_BYTES * _SWEEP_PER_BLOCK)
 
     def _remove(self, slot: _Slot, tier: str, joined: bytes) -> None:
-        number = _TIER_BIT.get(tier)
+        number = TIER_BIT.get(tier)
         if number is None:
             return
-        bits = _SLOT_BITS << slot.shift
         # What the worker says is gone is not to be expected either.
-        predicted = 1 << slot.shift + _PREDICTED
-        gone = predicted | 1 << slot.shift + number
+        bit, predicted = 1 << slot.shift + number, 1 << slot.shift + PREDICTED
+        reported = REPORTED_BITS << slot.shift
         for start in range(0, len(joined) - DIGEST_BYTES + 1, DIGEST_BYTES):
             digest = joined[start : start + DIGEST_BYTES]
             mask = self._masks.get(digest, 0)
-            left = mask & ~gone
+            left = mask & ~(bit | predicted)
             if left == mask:
                 continue
-            if mask & bits & ~predicted and not left & bits:
-                slot.blocks -= 1
-            self._lost(mask, left)
+            if mask & bit:
+                slot.lower -= number > 0
+                slot.blocks -= not left & reported
             self._put(digest, left)
         self.sweep(len(joined) // DIGEST_BYTES * _SWEEP_PER_BLOCK)
+
+    def _evict(self) -> None:
+        """Forgets the least recently used blocks: down to the bound and a little further, as each time costs a walk over the
+        gaps that earlier ones have left."""
+        masks = self._masks
+        count = len(masks) - self._bound + self._bound // _EVICTED_AT_ONCE
+        for digest in list(islice(masks, count)):
+            mask = masks.pop(digest) & ~self._dead_bits
+            while mask:
+                number = ((mask & -mask).bit_length() - 1) // STRIDE
+                bits = mask >> number * STRIDE & SLOT_BITS
+                mask &= ~(SLOT_BITS << number * STRIDE)
+                slot = self._slots[self._names[number]]
+                if bits & REPORTED_BITS:
+                    slot.blocks -= 1
+                    slot.lower -= (bits & REPORTED_BITS & ~1).bit_count()
+        self.evicted += count
 
     def _put(self, digest: BlockHash, mask: int) -> None:
         if mask & ~self._dead_bits:
@@ -438,15 +460,8 @@ class ResidencyIndex:
             self._masks.pop(digest, None)
 
     def _note(self, found: dict[str, int], ones: int, count: int) -> None:
+        names = self._names
         while ones:
             low = ones & -ones
-            found[self._names[(low.bit_length() - 1) // _STRIDE]] = count
+            found[names[(low.bit_length() - 1) // STRIDE]] = count
             ones ^= low
-
-
-def _fold(mask: int) -> int:
-    """Moves 'in any tier, or predicted' of every slot to its lowest bit; the other bits are meaningless."""
-    folded = mask
-    for number in range(1, _STRIDE):
-        folded |= mask >> number
-    return folded

@@ -155,7 +155,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
             blocks=self.blocks[: end.tokens // self.block_size * BLOCK_BYTES],
             tail="",
             pending=(),
-            generated_tokens=_generated(kept),
+            generated_tokens=self.generated_tokens if spans == self.num_spans else _generated(kept),
         )
 
 

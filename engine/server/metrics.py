@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from engine.server.retention import WaitingTable
 from engine.server.stream import RequestStream
+from engine.server.vllm.metrics import VllmMetrics
 from engine.thread import EngineThread
 from gateway.workers.protocol import Chunk, Done, Failed, Started, TierStats, Tokens
 
@@ -38,6 +39,7 @@ class EngineMetrics:
             return Histogram(f"{_PREFIX}{name}_seconds", text, buckets=buckets, registry=registry)
 
         self._registry = registry
+        self._vllm = VllmMetrics(engine, registry)
         self._step = histogram("step", "One step of the engine.", _STEP)
         self._first_token = histogram("time_to_first_token", "From the arrival of a request to its first token.", _FIRST_TOKEN)
         self._token = histogram("inter_token_latency", "Between two tokens of a request, all its choices together.", _TOKEN)
@@ -55,6 +57,7 @@ class EngineMetrics:
         self._step.observe(seconds)
 
     def chunk_arrived(self, stream: RequestStream, chunk: Chunk, at: float) -> None:
+        self._vllm.chunk_arrived(stream, chunk, at)
         if isinstance(chunk, Tokens):
             if stream.last_token_at is None:
                 self._first_token.observe(at - stream.arrived)
@@ -68,6 +71,7 @@ class EngineMetrics:
             self._decode.observe(chunk.decode_seconds)
 
     def request_ended(self, stream: RequestStream, at: float) -> None:
+        self._vllm.request_ended(stream, at)
         self._duration.observe(at - stream.arrived)
         self._ended.labels(outcome_of(stream)).inc()
 

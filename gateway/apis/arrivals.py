@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from aiohttp import web
 
@@ -19,7 +21,16 @@ from sessions.identity import identify
 class Arrivals:
     """Turns an HTTP request into an Arrival. Every method raises TurnError."""
 
-    def __init__(self, config: GatewayConfig, keys: ApiKeys, stages: StageTimes) -> None:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        keys: ApiKeys,
+        stages: StageTimes,
+        *,
+        keeps_raw: Callable[[Mapping[str, Any]], bool] = lambda body: False,
+    ) -> None:
+        """`keeps_raw`: whose bodies are needed as they came."""
+        self._keeps_raw = keeps_raw
         self._stages = stages
         self._keys = keys
         self._http = config.http
@@ -52,7 +63,8 @@ class Arrivals:
         raw = await read_body(request, max_bytes=self._http.max_body_bytes, timeout=self._http.body_timeout)
         with self._stages.spent("parse"):
             body, warnings = parse_object(raw)
-        return Arrival(request, request[KNOWN_AS], body, wall_clock, monotonic), warnings
+        kept = raw if self._keeps_raw(body) else b""
+        return Arrival(request, request[KNOWN_AS], body, wall_clock, monotonic, kept), warnings
 
     async def turn(self, request: web.Request) -> tuple[Arrival, SessionRef, list[str]]:
         """As `body`, with the session that the request belongs to."""

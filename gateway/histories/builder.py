@@ -393,7 +393,7 @@ class _Work:
             message = base.num_messages
         elif old.pending and not self._spliced:
             cause, message = "generated", old.num_messages
-        elif old.tokens != new.tokens[: len(old.tokens)]:
+        elif not new.tokens.startswith(old.tokens):
             cause, message = "template", old.num_messages
         else:
             return None

@@ -1,29 +1,36 @@
-"""The cost of giving a turn to a worker, in tokens of prefill. Pure.
+"""What it costs to give a turn to a worker, in seconds. Pure.
 
-    cost = queued                                    what stands before it
-         + (1 + opportunity) * (prompt - matched)    what it must compute itself, and what that takes from others
-         + running_weight * in flight                decoding neighbours share every step
-         + overflow_weight * beyond max_concurrency  turns that must end before it may begin
-         + spread * recent work                      only when a session is placed for the first time
-         - hysteresis * prompt                       only for the worker the session comes from
+    seconds = queue                what must be computed there before it, less what of it is done; slots and KV to become free
+            + transfer             bringing hits from host, disk or afar to the device
+            + prefill              the rest of the prompt (gateway.router.estimator)
+            + interference         what its steps take in any case, and for the sequences that generate there
 
-Residency and load are in one unit and add up: there is no threshold at which affinity is thrown away, so a long conversation
-leaves its worker exactly when waiting there costs more than computing everything elsewhere. A prompt that nobody holds costs
-the same everywhere, and load decides; how full a worker's cache is plays no part. A prefix that everybody shares is worth its
-own length once, and recent work soon outweighs that when the next session is born: shared system prompts spread.
+    cost    = seconds              the expected time to the first token, and beside it:
+            + opportunity * prefill        what computing keeps others from
+            + eviction                     what others will compute again because their blocks made room
+            + spread * recent work         only when a session is placed for the first time
+            - hysteresis * prompt          only for the worker the session comes from
+
+Everything is in one unit and adds up: there is no threshold at which affinity is thrown away, so a long conversation leaves its
+worker exactly when waiting there costs more than computing everything elsewhere. A prompt that nobody holds costs the same
+everywhere, and load decides. A prefix that everybody shares is worth its own length once, and recent work soon outweighs that
+when the next session is born: shared system prompts spread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from gateway.router.config import RouterConfig
+_EQUAL_SECONDS = 0.001
+_EQUAL_SHARE = 0.02  # of the lowest cost: what is measured varies by more
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WorkerLoad:
-    """What is known of a candidate's load. `queued_tokens`: prompt tokens to be computed there before a newcomer's.
+    """What is known of a candidate's load. `queued_tokens`: prompt tokens to be computed there before a newcomer's, this
+    gateway's own among them. `requests`: waiting and running. `kv_tokens`: how many its KV memory holds; 0: not known.
     `instance`: its own id, which says nothing of its load."""
 
     name: str
@@ -31,49 +38,67 @@ class WorkerLoad:
     requests: int = 0
     max_concurrency: int = 1
     instance: str = ""
+    kv_tokens: int = 0
+
+
+class Candidate(NamedTuple):
+    """A worker as the policies see it; all but the tokens, the rank and the requests is seconds. A tuple, as there is one for
+    every worker at every decision.
+
+    `matched_tokens`: the beginning of this prompt that it holds or soon will. `recent_work`: what it computed lately, decaying
+    (looked at for new sessions only). `whole`: what computing the prompt without any hit would take (for the home only).
+    `idle_rank`: lower for workers not chosen for longer. `requests`: in flight there.
+    """
+
+    name: str
+    matched_tokens: int = 0
+    queue: float = 0.0
+    transfer: float = 0.0
+    prefill: float = 0.0
+    interference: float = 0.0
+    eviction: float = 0.0
+    recent_work: float = 0.0
+    whole: float = 0.0
+    idle_rank: int = 0
+    requests: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Expected until the first token."""
+        return self.queue + self.transfer + self.prefill + self.interference
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """A worker as the policies see it. `matched_tokens`: the beginning of this prompt that it holds or soon will.
+class Weights:
+    """The factors of the formula above (gateway.router.config says what they mean)."""
 
-    `recent_work`: decaying count of tokens it computed. `idle_rank`: lower for workers not chosen for longer.
-    """
-
-    load: WorkerLoad
-    matched_tokens: int
-    recent_work: float
-    idle_rank: int
-
-    @property
-    def name(self) -> str:
-        return self.load.name
+    opportunity: float = 1.0
+    eviction: float = 1.0
+    hysteresis: float = 0.25
+    spread: float = 0.5
 
 
-def pressure(load: WorkerLoad, config: RouterConfig) -> float:
-    """The part of the cost that does not depend on the turn."""
-    overflow = max(0, load.requests + 1 - load.max_concurrency)
-    return load.queued_tokens + config.running_weight * load.requests + config.overflow_weight * overflow
+def costs(candidates: Sequence[Candidate], home: str | None, weights: Weights) -> list[float]:
+    """Seconds for each, with the terms above. `home` None: the session is new."""
+    work, evict, spread = 1.0 + weights.opportunity, weights.eviction, weights.spread if home is None else 0.0
+    found = [
+        c.queue + c.transfer + c.interference + work * c.prefill + evict * c.eviction + spread * c.recent_work
+        for c in candidates
+    ]
+    if home is not None:
+        for position, candidate in enumerate(candidates):
+            if candidate.name == home:
+                found[position] -= weights.hysteresis * candidate.whole
+    return found
 
 
-def cost(candidate: Candidate, prompt_tokens: int, home: str | None, config: RouterConfig) -> float:
-    """Expected tokens of work before the first token, with the terms above. `home` None: the session is new."""
-    work = max(prompt_tokens - candidate.matched_tokens, 0)
-    total = pressure(candidate.load, config) + (1 + config.opportunity) * work
-    if home is None:
-        return total + config.spread * candidate.recent_work
-    return total - config.hysteresis * prompt_tokens if candidate.name == home else total
-
-
-def cheapest(candidates: Sequence[Candidate], prompt_tokens: int, home: str | None, config: RouterConfig) -> Candidate:
-    """The candidate of the lowest cost; of equals the session's home, then the longest match, then whoever rested longest."""
-    return min(
-        candidates,
-        key=lambda c: (
-            cost(c, prompt_tokens, home, config),
-            c.name != home,
-            -c.matched_tokens,
-            c.idle_rank,
-            c.name,
-        ),
-    )
+def cheapest(candidates: Sequence[Candidate], home: str | None, weights: Weights) -> Candidate:
+    """The candidate of the lowest cost; of those that the estimates cannot tell apart the session's home, then the longest
+    match, then whoever rested longest."""
+    found = costs(candidates, home, weights)
+    lowest = min(found)
+    bound = lowest + max(_EQUAL_SECONDS, _EQUAL_SHARE * lowest)
+    equals = [candidate for candidate, value in zip(candidates, found, strict=True) if value <= bound]
+    if len(equals) == 1:
+        return equals[0]
+    return min(equals, key=lambda c: (c.name != home, -c.matched_tokens, c.idle_rank, c.name))

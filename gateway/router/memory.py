@@ -1,8 +1,7 @@
-"""What the router remembers besides residency: where sessions live, and who worked how much lately. All bounded."""
+"""Where sessions live. Bounded."""
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Hashable
 
@@ -19,13 +18,18 @@ class Homes:
         return len(self._entries)
 
     def get(self, key: Hashable, now: float) -> str | None:
+        entry = self.entry(key, now)
+        return None if entry is None else entry[0]
+
+    def entry(self, key: Hashable, now: float) -> tuple[str, float] | None:
+        """The worker, and when the session was last seen."""
         entry = self._entries.get(key)
         if entry is None:
             return None
         if now - entry[1] > self._ttl:
             del self._entries[key]
             return None
-        return entry[0]
+        return entry
 
     def put(self, key: Hashable, worker: str, now: float) -> None:
         self._entries[key] = (worker, now)
@@ -35,21 +39,3 @@ class Homes:
 
     def drop(self, key: Hashable) -> None:
         self._entries.pop(key, None)
-
-
-class RecentWork:
-    """Tokens computed per worker, each counting half after `half_life` seconds."""
-
-    def __init__(self, half_life: float) -> None:
-        self._half_life = half_life
-        self._work: dict[str, tuple[float, float]] = {}
-
-    def get(self, worker: str, now: float) -> float:
-        value, at = self._work.get(worker, (0.0, now))
-        return value * math.exp2(-max(now - at, 0.0) / self._half_life)
-
-    def add(self, worker: str, tokens: float, now: float) -> None:
-        self._work[worker] = (self.get(worker, now) + tokens, now)
-
-    def forget(self, worker: str) -> None:
-        self._work.pop(worker, None)

@@ -10,7 +10,7 @@ from typing import Protocol
 import xxhash
 
 from gateway.router.config import PolicyName, RouterConfig
-from gateway.router.costs import Candidate, cheapest, pressure
+from gateway.router.costs import Candidate, Weights, cheapest
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,28 +29,40 @@ class Policy(Protocol):
 
 
 class PrefixPolicy:
-    """Fewest expected tokens of work before the first token (gateway/router/costs.py).
+    """Lowest cost in seconds (gateway/router/costs.py).
 
     Reasons: `prefix`, it holds more of the prompt than another; `home`, the session comes from there; `spread`, a new session
-    goes where less was done lately although another holds more of it; `load`, least work otherwise.
+    goes where less was done lately although another holds more of it; `load`, soonest otherwise.
     """
 
     def __init__(self, config: RouterConfig) -> None:
-        self._config = config
+        self._weights = Weights(config.opportunity, config.eviction, config.hysteresis, config.spread)
 
     def choose(self, request: RouteRequest, candidates: Sequence[Candidate]) -> tuple[Candidate, str]:
-        home = request.home if any(c.name == request.home for c in candidates) else None
-        chosen = cheapest(candidates, request.prompt_tokens, home, self._config)
-        matches = [c.matched_tokens for c in candidates]
-        if chosen.matched_tokens == max(matches) > min(matches):
+        home = request.home
+        if home is not None and not any(candidate.name == home for candidate in candidates):
+            home = None
+        chosen = cheapest(candidates, home, self._weights)
+        matches = [candidate.matched_tokens for candidate in candidates]
+        longest, matched = max(matches), chosen.matched_tokens
+        if matched == longest and matched > min(matches):
             return chosen, "prefix"
         if chosen.name == home:
             return chosen, "home"
-        if home is None and chosen.matched_tokens < max(matches):
-            lightest = min(pressure(c.load, self._config) for c in candidates if c.matched_tokens == max(matches))
-            if pressure(chosen.load, self._config) >= lightest:
+        if home is None and matched < longest:
+            lightest = min(c.queue + c.interference for c in candidates if c.matched_tokens == longest)
+            if chosen.queue + chosen.interference >= lightest:
                 return chosen, "spread"
         return chosen, "load"
+
+
+class LongestPrefixPolicy:
+    """Whoever holds most of the prompt, however long one waits there; of equals the least loaded. Reasons: `prefix`,
+    `least_load` when nobody holds any of it."""
+
+    def choose(self, request: RouteRequest, candidates: Sequence[Candidate]) -> tuple[Candidate, str]:
+        longest = max(candidate.matched_tokens for candidate in candidates)
+        return _least_loaded([c for c in candidates if c.matched_tokens == longest]), "prefix" if longest else "least_load"
 
 
 class RoundRobinPolicy:
@@ -67,9 +79,6 @@ class SessionPolicy:
     without one goes to the least loaded. Reasons: `session`, `least_load`.
     """
 
-    def __init__(self, config: RouterConfig) -> None:
-        self._config = config
-
     def choose(self, request: RouteRequest, candidates: Sequence[Candidate]) -> tuple[Candidate, str]:
         if request.session is not None:
             key = "".join(f"{len(part)}:{part}" for part in request.session)
@@ -77,17 +86,14 @@ class SessionPolicy:
         for candidate in candidates:
             if candidate.name == request.home:
                 return candidate, "session"
-        return _least_loaded(candidates, self._config), "least_load"
+        return _least_loaded(candidates), "least_load"
 
 
 class LeastLoadPolicy:
     """The least loaded, whoever asks. Reason: `least_load`."""
 
-    def __init__(self, config: RouterConfig) -> None:
-        self._config = config
-
     def choose(self, request: RouteRequest, candidates: Sequence[Candidate]) -> tuple[Candidate, str]:
-        return _least_loaded(candidates, self._config), "least_load"
+        return _least_loaded(candidates), "least_load"
 
 
 class RandomPolicy:
@@ -100,19 +106,21 @@ class RandomPolicy:
         return self._random.choice(candidates), "random"
 
 
-def make_policy(config: RouterConfig) -> Policy:
+def make_policy(name: PolicyName, config: RouterConfig) -> Policy:
+    """The policy of this name."""
     makers: dict[PolicyName, Policy] = {
         "prefix": PrefixPolicy(config),
+        "longest_prefix": LongestPrefixPolicy(),
         "round_robin": RoundRobinPolicy(),
-        "session": SessionPolicy(config),
-        "least_load": LeastLoadPolicy(config),
+        "session": SessionPolicy(),
+        "least_load": LeastLoadPolicy(),
         "random": RandomPolicy(config.seed),
     }
-    return makers[config.policy]
+    return makers[name]
 
 
-def _least_loaded(candidates: Sequence[Candidate], config: RouterConfig) -> Candidate:
-    return min(candidates, key=lambda c: (pressure(c.load, config), c.idle_rank, c.name))
+def _least_loaded(candidates: Sequence[Candidate]) -> Candidate:
+    return min(candidates, key=lambda c: (c.queue + c.interference, c.requests, c.idle_rank, c.name))
 
 
 def _rendezvous(key: str, worker: str) -> int:

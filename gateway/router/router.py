@@ -2,65 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from gateway.router.config import RouterConfig
 from gateway.router.costs import Candidate, WorkerLoad
-from gateway.router.memory import Homes, RecentWork
-from gateway.router.policies import RouteRequest, make_policy
+from gateway.router.estimator import STEP_TOKENS, Coefficients, Observation, PrefillEstimator
+from gateway.router.memory import Homes
+from gateway.router.policies import Policy, RouteRequest, make_policy
+from gateway.router.receipts import Decision, Result, RouteLog, RouteObserver, Shadow
+from gateway.router.reuse import ReuseModel
+from gateway.router.route import Route
+from gateway.router.standing import Standing
 from gateway.turn import Receipt, SessionRef
 from prefix_cache.hashing import BlockHash
-from prefix_cache.index import Prediction, ResidencyIndex
+from prefix_cache.index import Hits, Prediction, ResidencyIndex
 
 # A turn without a session is recognised by the block its predecessor's prompt ended with. That block lies before the end of
 # what is resident by as many blocks as the predecessor generated; looking further back than this would not pay.
 _MAX_GENERATED_BLOCKS = 512
 
+_FULL = 0.95  # of a worker's KV memory: from here on a new block costs an old one
+
 HomeKey = tuple[str, str] | tuple[str, BlockHash]
 """(tenant, session), or (tenant, last block of the last prompt) for a session without a name."""
-
-
-class Route:
-    """A choice that was made, until its prompt is computed or given up.
-
-    Every route must end by `computed`, `failed` or `abandoned`; the first counts, later ones do nothing.
-    """
-
-    __slots__ = ("_key", "_prediction", "_router", "prompt_tokens", "receipt")
-
-    def __init__(
-        self,
-        router: Router,
-        receipt: Receipt,
-        prompt_tokens: int,
-        prediction: Prediction | None,
-        key: HomeKey | None,
-    ) -> None:
-        self._router: Router | None = router
-        self.receipt = receipt
-        self.prompt_tokens = prompt_tokens
-        self._prediction = prediction
-        self._key = key
-
-    def computed(self, cached_tokens: int) -> None:
-        """The first token has come: its KV is there, events will say so."""
-        router, self._router = self._router, None
-        if router is not None:
-            router._computed(self.receipt.worker, self._prediction, max(self.prompt_tokens - cached_tokens, 0))
-
-    def abandoned(self) -> None:
-        """Its client has gone: it will not be computed, and nothing is expected any more."""
-        router, self._router = self._router, None
-        if router is not None and self._prediction is not None:
-            router.index.retract(self._prediction)
-
-    def failed(self) -> None:
-        """The worker failed it: nothing is expected any more, and the session does not live there."""
-        router = self._router
-        self.abandoned()
-        if router is not None and self._key is not None:
-            router._homes.drop(self._key)
 
 
 class Router:
@@ -69,15 +35,27 @@ class Router:
     The index is the caller's: whoever feeds it KV events. Workers are known by the same names there and in the loads.
     """
 
-    def __init__(self, config: RouterConfig, index: ResidencyIndex, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        index: ResidencyIndex,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        observer: RouteObserver | None = None,
+    ) -> None:
         self.config = config
         self.index = index
-        self._clock = clock
-        self._policy = make_policy(config)
+        self.log = RouteLog(config.max_receipts)
+        self.now = clock
+        self._observer = observer
+        self._policy = make_policy(config.policy, config)
+        self._shadow: Policy | None = None if config.shadow_policy is None else make_policy(config.shadow_policy, config)
         self._homes = Homes(config.max_homes, config.home_ttl)
-        self._recent = RecentWork(config.spread_half_life)
-        self._chosen: dict[str, int] = {}
+        self._reuse = ReuseModel()
+        self._fleet = PrefillEstimator()
+        self._standings: dict[str, Standing] = {}
         self._choices = 0
+        self._to_refresh: list[str] = []
 
     def route(
         self,
@@ -87,68 +65,212 @@ class Router:
         block_size: int,
         session: SessionRef,
         loads: Sequence[WorkerLoad],
+        request_id: str = "",
     ) -> Route:
         """Places a turn on one of `loads` (at least one) and books what is to be expected there.
 
         `digests` are the block hashes of the prompt's full blocks. The receipt's `matched_tokens` is what the index promises.
         """
-        now = self._clock()
-        self.index.expire(now)
-        matches = self.index.lookup(digests)
+        now = self.now()
+        index = self.index
+        index.expire(now)
+        matches, lower = index.lookup_tiers(digests)
         named = (session.tenant, session.key) if session.key is not None else None
         home = self._home(named, session.tenant, digests, matches, now)
-        candidates = [
-            Candidate(
-                load=load,
-                matched_tokens=min(matches.get(load.name, 0) * block_size, prompt_tokens),
-                recent_work=self._recent.get(load.name, now),
-                idle_rank=self._chosen.get(load.name, 0),
-            )
-            for load in loads
-        ]
+        candidates = self._candidates(loads, matches, lower, prompt_tokens, block_size, home, now)
+        request = RouteRequest(prompt_tokens, named, home)
         if len(candidates) == 1:
             chosen, reason = candidates[0], "only"
         else:
-            chosen, reason = self._policy.choose(RouteRequest(prompt_tokens, named, home), candidates)
+            chosen, reason = self._policy.choose(request, candidates)
+        standing = self._standings[chosen.name]
+        load = next(load for load in loads if load.name == chosen.name)
+        standing.lives(load.instance)
         self._choices += 1
-        self._chosen[chosen.name] = self._choices
+        standing.rank = self._choices
         key: HomeKey | None = named if named is not None else (session.tenant, digests[-1]) if digests else None
         if key is not None:
             self._homes.put(key, chosen.name, now)
-        prediction = self.index.predict(chosen.name, digests[matches.get(chosen.name, 0) :])
-        receipt = Receipt(chosen.name, reason, chosen.matched_tokens, len(candidates), chosen.load.instance)
-        return Route(self, receipt, prompt_tokens, prediction, key)
+        blocks = matches.get(chosen.name, 0)
+        promised = index.reported(chosen.name, digests, blocks) * block_size
+        prediction = index.predict(chosen.name, digests, blocks)
+        decision = Decision(
+            request_id=request_id,
+            tenant=session.tenant,
+            session=session.key,
+            prompt_tokens=prompt_tokens,
+            policy=self.config.policy,
+            chosen=chosen,
+            reason=reason,
+            home=home,
+            candidates=candidates,
+            shadow=self._shadowed(request, candidates),
+        )
+        self.log.add(decision)
+        if self._observer is not None:
+            self._observer.decided(decision)
+        return Route(
+            self,
+            standing,
+            Receipt(chosen.name, reason, chosen.matched_tokens, len(candidates), load.instance, chosen.seconds),
+            decision,
+            digests=digests,
+            block_size=block_size,
+            prompt_tokens=prompt_tokens,
+            hits=lower.get(chosen.name),
+            promised=min(promised, prompt_tokens),
+            prediction=prediction,
+            key=key,
+            decoding=max(load.requests - len(standing.pending), 0),
+            now=now,
+        )
 
     def generated(self, worker: str, tokens: int) -> None:
         """A worker has produced this many tokens. Workers that were forgotten stay so."""
-        if worker in self._chosen:
-            self._recent.add(worker, tokens, self._clock())
+        standing = self._standings.get(worker)
+        if standing is not None:
+            standing.worked(tokens * standing.coefficients.token, tokens, self.now())
 
     def forget(self, worker: str) -> None:
         """A worker is gone. Sessions that lived there are placed anew when they come back."""
-        self._recent.forget(worker)
-        self._chosen.pop(worker, None)
+        self._standings.pop(worker, None)
+
+    def standings(self) -> Mapping[str, Standing]:
+        """What is known of each worker that was a candidate."""
+        return self._standings
+
+    # What routes tell
+
+    def computed(self, prediction: Prediction | None) -> None:
+        """A prompt was computed."""
+        if prediction is not None:
+            self.index.settle(prediction, self.now() + self.config.predicted_ttl)
+
+    def compare(self, route: Route, promised: int, cached: int, digests: Sequence[BlockHash], block_size: int) -> None:
+        """A worker has said what of a prompt it had: is that what its events said?"""
+        slack = 2 * block_size
+        if promised - cached > slack:
+            if not self.index.check_order(route.standing.name, digests[: promised // block_size]):
+                return  # It gives up beginnings before ends, which was not known: the promise was the lookup's mistake.
+            # What was evicted while the turn waited is no contradiction: the index has heard of it.
+            promised = min(promised, self.index.reported(route.standing.name, digests, promised // block_size) * block_size)
+        route.standing.trust.compare(promised, cached, slack)
+
+    def observed(self, standing: Standing, seen: Observation) -> None:
+        """A worker has said how long a prompt took."""
+        now = self.now()
+        self._fleet.observe(seen)
+        standing.observed(seen, self._fleet.coefficients, now)
+        # What a worker said long ago, or never, gives way to what its peers say now: one worker's turn each time.
+        names = self._to_refresh or list(self._standings)
+        self._to_refresh = names
+        other = self._standings.get(names.pop()) if names else None
+        if other is not None:
+            other.refresh(self._fleet.coefficients, now)
+
+    def homeless(self, key: HomeKey) -> None:
+        """A session's worker has failed it."""
+        self._homes.drop(key)
+
+    def ended(self, decision: Decision, result: Result) -> None:
+        """A turn is over."""
+        outcome = decision.outcome
+        outcome.result = result
+        best = decision.best_other()
+        if outcome.time_to_first_token is not None:
+            outcome.regret = 0.0 if best is None else max(0.0, outcome.time_to_first_token - best)
+        decision.seal()
+        if self._observer is not None:
+            self._observer.concluded(decision)
+
+    # Inside
+
+    def _candidates(
+        self,
+        loads: Sequence[WorkerLoad],
+        matches: Mapping[str, int],
+        lower: Mapping[str, Hits],
+        prompt_tokens: int,
+        block_size: int,
+        home: str | None,
+        now: float,
+    ) -> list[Candidate]:
+        # The hot loop of the gateway: with 64 workers each line of it runs 64 times for every request.
+        standings, index_blocks, make = self._standings, self.index.blocks, tuple.__new__
+        candidates: list[Candidate] = []
+        for load in loads:
+            name, requests, kv_tokens = load.name, load.requests, load.kv_tokens
+            standing = standings.get(name)
+            if standing is None:
+                standing = standings[name] = Standing(name, self._fleet.coefficients, self.config.spread_half_life, now)
+            fixed, token, pair, neighbour, _, _, _ = k = standing.coefficients
+            matched = matches.get(name, 0) * block_size
+            if standing.trust.level:
+                matched = standing.trust.believed(matched)
+            new = prompt_tokens - matched
+            transfer = _transfer(lower[name], k, matched, block_size) if lower and name in lower else 0.0
+            eviction = 0.0
+            if kv_tokens and index_blocks(name) * block_size >= _FULL * kv_tokens:
+                age = standing.turnover(kv_tokens, now)
+                eviction = new * token * self._reuse.probability(age) if age < math.inf else 0.0
+            candidates.append(
+                make(
+                    Candidate,
+                    (
+                        name,
+                        matched,
+                        standing.queue(load, prompt_tokens, now),
+                        transfer,
+                        new * (token + pair * (matched + 0.5 * new)),
+                        fixed + neighbour * (requests - len(standing.pending)) * (1.0 + new / STEP_TOKENS),
+                        eviction,
+                        standing.recent_work(now) if home is None else 0.0,
+                        k.work(prompt_tokens, 0) if name == home else 0.0,
+                        standing.rank,
+                        requests,
+                    ),
+                )
+            )
+        return candidates
+
+    def _shadowed(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Shadow | None:
+        if self._shadow is None or self.config.shadow_policy is None or len(candidates) < 2:
+            return None
+        chosen, reason = self._shadow.choose(request, candidates)
+        return Shadow(self.config.shadow_policy, chosen.name, reason, chosen.seconds)
 
     def _home(
         self,
         named: tuple[str, str] | None,
         tenant: str,
         digests: Sequence[BlockHash],
-        matches: dict[str, int],
+        matches: Mapping[str, int],
         now: float,
     ) -> str | None:
+        entry = self._last_turn(named, tenant, digests, matches, now)
+        self._reuse.turn(None if entry is None else now - entry[1])
+        return None if entry is None else entry[0]
+
+    def _last_turn(
+        self,
+        named: tuple[str, str] | None,
+        tenant: str,
+        digests: Sequence[BlockHash],
+        matches: Mapping[str, int],
+        now: float,
+    ) -> tuple[str, float] | None:
         if named is not None:
-            return self._homes.get(named, now)
+            return self._homes.entry(named, now)
         deepest = max(matches.values(), default=0)
         for position in range(deepest - 1, max(deepest - _MAX_GENERATED_BLOCKS, 0) - 1, -1):
-            home = self._homes.get((tenant, digests[position]), now)
-            if home is not None:
-                return home
+            entry = self._homes.entry((tenant, digests[position]), now)
+            if entry is not None:
+                return entry
         return None
 
-    def _computed(self, worker: str, prediction: Prediction | None, work: int) -> None:
-        now = self._clock()
-        if worker in self._chosen:
-            self._recent.add(worker, work, now)
-        if prediction is not None:
-            self.index.settle(prediction, now + self.config.predicted_ttl)
+
+def _transfer(hits: Hits, k: Coefficients, matched: int, block_size: int) -> float:
+    """Seconds to bring hits to the device. What is sooner computed than loaded is computed."""
+    below = min(block_size * (hits.host + hits.disk + hits.remote), matched)
+    loaded = block_size * (hits.host * k.host + hits.disk * k.disk + hits.remote * k.remote)
+    return min(loaded, k.work(below, matched - below))

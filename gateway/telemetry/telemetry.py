@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gateway.server import HttpServer
     from gateway.telemetry.spans import OpenSpan, Tracing
 
-Operation = Literal["chat", "text_completion"]
+Operation = Literal["chat", "text_completion", "embeddings"]
 
 
 class TurnSpan:

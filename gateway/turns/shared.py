@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,15 +64,15 @@ class SharedTurn:
         self._events: deque[tuple[TurnEvent, int]] = deque()
         self._first = 0  # number of the oldest event that is kept
         self._bytes = 0
-        self._source: AsyncGenerator[TurnEvent, None] | None = None
         self._error: TurnError | Exception | None = None
         self._ended = False
         self._settle: Settle | None = settle
-        self._starting: asyncio.Future[Begun] = asyncio.ensure_future(start())
-        self._queued: asyncio.Future[None] = asyncio.ensure_future(self._wait_queued())
-        self._settling: asyncio.Future[None] | None = None
-        self._pumping: asyncio.Future[None] | None = None
+        self._settling = False
+        loop = asyncio.get_running_loop()
+        self._starting: asyncio.Future[Begun] = loop.create_future()
+        self._queued: asyncio.Future[None] = loop.create_future()
         self._room: asyncio.Future[None] | None = None
+        self._running = loop.create_task(self._run(start))
         self._waiting: set[asyncio.Future[None]] = set()
         self._closing: asyncio.Future[None] | None = None
 
@@ -114,13 +115,17 @@ class SharedTurn:
         """After its end, where its answer is kept: its prompt, its conversation and its connections go."""
         running = self._starting.result().running
         running.release()
-        self._source = None
         self._starting = asyncio.get_running_loop().create_future()
         self._starting.set_result(Begun(running))
 
     async def begun(self) -> Begun:
         """The turn, once its prompts are on their workers. Raises TurnError."""
         return await asyncio.shield(self._starting)
+
+    async def wait_begun(self, timeout: float) -> bool:
+        """Whether `begun` would return, or raise, at once within `timeout` seconds."""
+        await asyncio.wait({self._starting}, timeout=timeout)
+        return self._starting.done()
 
     async def wait_started(self, timeout: float) -> bool:
         """Whether the prompts have left their queues within `timeout` seconds. Raises TurnError when they never will."""
@@ -129,17 +134,12 @@ class SharedTurn:
             self._queued.result()
         return self._queued.done()
 
-    async def _wait_queued(self) -> None:
-        await (await self._starting).running.started()
-
     def has(self, number: int) -> bool:
         """Whether event `number` can be taken, or will never come."""
         return self._ended or number < self._first + len(self._events)
 
     async def pull(self, timeout: float | None) -> None:
         """Waits until there is one more event, the end, or `timeout` seconds have passed. Cancelling it disturbs nobody."""
-        if self._pumping is None:
-            self._pumping = asyncio.ensure_future(self._pump())
         loop = asyncio.get_running_loop()
         waiter = loop.create_future()
         self._waiting.add(waiter)
@@ -151,22 +151,32 @@ class SharedTurn:
             if alarm is not None:
                 alarm.cancel()
 
-    async def _pump(self) -> None:
+    async def _run(self, start: Start) -> None:
+        """The turn from its beginning to its end, in one task: a turn is short, and tasks are what it costs most in."""
         try:
-            await self._queued
-            self._source = self._starting.result().running.events()
-            async for event in self._source:
-                self._add(event)
-                self._tell()
-                while self._ahead() >= _AHEAD or (self._bytes > self._max_bytes and self._ahead() > 1):
-                    self._room = asyncio.get_running_loop().create_future()
-                    await self._room
+            begun = await start()
+            self._starting.set_result(begun)
+            await begun.running.started()
+            self._queued.set_result(None)
+            async with aclosing(begun.running.events()) as events:
+                async for event in events:
+                    self._add(event)
+                    self._tell()
+                    while self._ahead() >= _AHEAD or (self._bytes > self._max_bytes and self._ahead() > 1):
+                        self._room = asyncio.get_running_loop().create_future()
+                        await self._room
             await self._settle_once(complete=True)
             self._ended = True
         except Exception as error:  # noqa: BLE001 - handed to every reader, who raises it
             self._error = error
             self._ended = True
+            for future in (self._starting, self._queued):
+                if not future.done():
+                    future.set_exception(error)
+                    future.exception()  # readers may have gone, and nobody ask
         finally:
+            self._starting.cancel()
+            self._queued.cancel()
             self._tell()
 
     def _tell(self) -> None:
@@ -241,18 +251,11 @@ class SharedTurn:
 
     async def _close(self) -> None:
         refused = self._refused
-        tasks: list[asyncio.Future[Any]] = [self._starting, self._queued]
-        if self._pumping is not None:
-            tasks.append(self._pumping)
-        for task in tasks:
-            task.cancel()
-        if not all(task.done() for task in tasks):
-            await asyncio.gather(*tasks, return_exceptions=True)
-        for task in tasks:
-            if not task.cancelled():
-                task.exception()  # seen: its readers have raised it
-        if self._source is not None:
-            await self._source.aclose()
+        if not self._running.done():
+            if not self._settling:
+                self._running.cancel()
+            # A ledger that is being written is written.
+            await asyncio.wait({self._running})
         if not self._starting.cancelled() and self._starting.exception() is None:
             await self._starting.result().running.aclose()
             if not refused:
@@ -261,10 +264,8 @@ class SharedTurn:
     async def _settle_once(self, *, complete: bool) -> None:
         settle, self._settle = self._settle, None
         if settle is not None:
-            self._settling = asyncio.ensure_future(settle(self._starting.result(), complete))
-        if self._settling is not None:
-            # A reader that leaves meanwhile must not cut it short.
-            await asyncio.shield(self._settling)
+            self._settling = True
+            await settle(self._starting.result(), complete)
 
 
 class Reader:

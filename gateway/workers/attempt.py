@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from gateway.router.router import Route
+from gateway.router.route import Route
 from gateway.workers.base import ChunkStream, WorkerUnavailableError
 from gateway.workers.books import Lease
 from gateway.workers.member import Member
-from gateway.workers.protocol import Started
+from gateway.workers.protocol import Done, Started
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,7 @@ class Attempt:
         self._started_at = time.monotonic()
         self.cached_tokens = chunk.cached_tokens
         self._lease.cached(chunk.cached_tokens)
+        self.route.started(chunk.cached_tokens, chunk.queue_seconds)
         self.member.began()
 
     def token(self) -> None:
@@ -65,14 +66,17 @@ class Attempt:
         if self._first_token_at is None:
             self._first_token_at = time.monotonic()
             self._lease.running()
-            self.route.computed(self.cached_tokens)
+            self.route.computed(self.cached_tokens if self._started_at is not None else None)
 
-    def done(self, *, good: bool = True) -> None:
-        """It came to its end; the stream can be given back. `good` False: the worker said that it could not finish it."""
+    def done(self, last: Done | None = None, *, good: bool = True) -> None:
+        """It came to its end, with these last words if any; the stream can be given back. `good` False: the worker said that it
+        could not finish it."""
         self.ended = True
         if good:
             self.member.succeeded()
-        self.route.abandoned()
+            self.route.finished(*((last.prefill_seconds, last.decode_seconds) if last is not None else ()))
+        else:
+            self.route.abandoned()
         self._release()
 
     def failed(self, error: WorkerUnavailableError) -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from gateway.workers.base import Worker
+from gateway.workers.opaque.client import OpaqueClient
 from gateway.workers.replica import ReplicaClient
 from gateway.workers.spec import WorkerSpec
 from gateway.workers.transport import Patience
+
+_OPAQUE_SILENCE = 600.0
+"""Seconds between two pieces of an answer: a long prefill is silent, and nobody else watches."""
 
 
 def open_client(spec: WorkerSpec, patience: Patience) -> Worker:
@@ -20,4 +26,6 @@ def open_client(spec: WorkerSpec, patience: Patience) -> Worker:
             from gateway.workers.vllm.client import VllmClient
 
             return VllmClient(spec, patience)
+        case "openai":
+            return OpaqueClient(spec, dataclasses.replace(patience, idle=_OPAQUE_SILENCE))
     raise ValueError(f"worker {spec.url}: workers of kind {spec.kind} are not known here")

@@ -168,7 +168,7 @@ class PooledGeneration:
                 case Started():
                     continue
                 case Done():
-                    attempt.done()
+                    attempt.done(chunk)
                     yield self._progress.done(chunk, started.cached_tokens)
                     return
                 case Failed():

@@ -10,7 +10,7 @@ import msgspec
 
 from gateway.turn import TurnError
 from gateway.workers.base import Worker
-from gateway.workers.foreign import adapter_namespace
+from gateway.workers.foreign import adapter_namespace, foreign_namespace
 from gateway.workers.member import Member, ProbeConfig, State
 from gateway.workers.protocol import WorkerInfo
 from gateway.workers.spec import WorkerSpec
@@ -48,6 +48,7 @@ class WorkerPool:
         self._aliases = dict(aliases or {})
         self._retry_after = retry_after
         self._members: dict[str, Member] = {}
+        self._drained: set[str] = set()  # names that operators gave; at most as many as there were workers
         self._specs: dict[str, WorkerSpec] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
@@ -61,6 +62,7 @@ class WorkerPool:
             return
         self.remove(name)
         member = Member(name, self._make_client(spec), self._index, self, self._probes, self._clock)
+        member.drained = name in self._drained
         self._specs[name] = spec
         self._members[name] = member
         member.start()
@@ -78,6 +80,19 @@ class WorkerPool:
         self.changed(member)
         return True
 
+    def drain(self, name: str, draining: bool = True) -> bool:
+        """From now on nothing new goes to a worker, and what runs there comes to its end; `draining` False takes it back. It
+        holds for whoever bears the name, also after a restart. False when there is nobody of that name."""
+        member = self._members.get(name)
+        if member is None:
+            return False
+        (self._drained.add if draining else self._drained.discard)(name)
+        if member.drained is not draining:
+            member.drained = draining
+            log.info("worker %s %s", name, "is drained: nothing new goes there" if draining else "takes requests again")
+            self.changed(member)
+        return True
+
     async def close(self) -> None:
         """Forgets all workers and waits for their tasks."""
         for name in tuple(self._members):
@@ -89,13 +104,18 @@ class WorkerPool:
         """The worker of this name, whatever its state."""
         return self._members.get(name)
 
-    def candidates(self, model: str, excluded: frozenset[str] | set[str]) -> list[Member]:
-        """Ready workers of a model. Ones that miss their probes are only given when there are no others."""
-        name = self._resolve(model)
+    def candidates(self, model: str, excluded: frozenset[str] | set[str], *, opaque: bool = False) -> list[Member]:
+        """Ready workers of a model that take token ids, or, `opaque`, the client's body. Ones that miss their probes are only
+        given when there are no others."""
+        name = model if opaque else self._resolve(model)
         able = [
             member
             for member in self._members.values()
-            if member.name not in excluded and member.info is not None and serves(member.info, name) and member.available
+            if member.name not in excluded
+            and member.info is not None
+            and member.info.capabilities.token_prompts is not opaque
+            and serves(member.info, name)
+            and member.available
         ]
         return [member for member in able if not member.missed] or able
 
@@ -105,7 +125,7 @@ class WorkerPool:
         infos = [
             as_adapter(m.info, name)
             for m in self._members.values()
-            if m.state is State.READY and m.info is not None and serves(m.info, name)
+            if m.state is State.READY and m.info is not None and m.info.capabilities.token_prompts and serves(m.info, name)
         ]
         if not infos:
             raise self.none_up(model)
@@ -120,6 +140,27 @@ class WorkerPool:
         adapted = any(m.info is not None and name in m.info.adapters for m in self._members.values())
         return name if adapted and not own else None
 
+    def opaque_models(self) -> tuple[str, ...]:
+        """Names of models that only opaque workers serve, also while none of those is up."""
+        names: dict[str, None] = {}
+        for member in self._members.values():
+            if member.info is not None and not member.info.capabilities.token_prompts:
+                names |= dict.fromkeys((member.info.model, *member.info.adapters))
+        return tuple(name for name in names if name not in self._models and name not in self._aliases)
+
+    def is_opaque(self, model: str) -> bool:
+        """Whether turns for a model are for opaque workers."""
+        return model not in self._models and model not in self._aliases and model in self.opaque_models()
+
+    def opaque_info(self, model: str) -> WorkerInfo:
+        """What an opaque worker is for one of its models. Raises TurnError 503 while none is up."""
+        for member in self._members.values():
+            info = member.info
+            if info is not None and not info.capabilities.token_prompts and serves(info, model):
+                namespace = foreign_namespace(model, info.block_size).hex()
+                return msgspec.structs.replace(info, model=model, namespace=namespace, adapters=())
+        raise self.none_up(model)
+
     def models(self) -> tuple[str, ...]:
         """Names a turn may ask for, the default first."""
         return tuple(dict.fromkeys((*self._models, *self._aliases)))
@@ -127,7 +168,9 @@ class WorkerPool:
     def none_up(self, model: str) -> TurnError:
         """The answer while no worker of a model can be used; says how the workers are."""
         states = "; ".join(
-            f"{m.name} is {m.state.value}" + (f" ({m.detail})" if m.detail else "") for m in self._members.values()
+            f"{m.name} is {'draining' if m.state is State.READY and m.draining else m.state.value}"
+            + (f" ({m.detail})" if m.detail else "")
+            for m in self._members.values()
         )
         return TurnError(
             503,
@@ -150,6 +193,7 @@ class WorkerPool:
                 queued_tokens=member.books.queued_tokens,
                 indexed_blocks=self._index.blocks(member.name),
                 events_lag=member.events_lag,
+                draining=member.draining,
             )
             for member in self._members.values()
         ]
@@ -173,7 +217,10 @@ class WorkerPool:
     # A member's watcher
 
     def admits(self, member: Member, info: WorkerInfo) -> str | None:
-        peers = [m.info for m in self._members.values() if m is not member and m.state is State.READY and m.info is not None]
+        if not info.capabilities.token_prompts:
+            return None  # Nothing of it is interchanged with anything.
+        others = (m.info for m in self._members.values() if m is not member and m.state is State.READY)
+        peers = [peer for peer in others if peer is not None and peer.capabilities.token_prompts]
         allowed = self._given or tuple(dict.fromkeys(peer.model for peer in peers))
         if allowed and info.model not in allowed:
             return f"it serves model '{info.model}', this gateway serves {', '.join(allowed)}"
@@ -200,7 +247,7 @@ class WorkerPool:
             return name
         if not self._models:
             raise self.none_up(model)
-        known = ", ".join(f"'{known}'" for known in self.models())
+        known = ", ".join(f"'{known}'" for known in (*self.models(), *self.opaque_models())[:16])
         raise TurnError(404, "model_not_found", f"There is no model '{model[:128]}' here. Models are: {known}.", param="model")
 
 

@@ -46,7 +46,7 @@ def test_models(client):
 
 
 def test_a_chat_turn_whole_and_streamed(client):
-    arguments = {"model": "smollm2", "messages": USER, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
+    arguments = {"model": "smollm2", "messages": USER, "max_tokens": 8, "seed": 1, "extra_body": {"ignore_eos": True}}
     whole = client.chat.completions.create(**arguments)
     assert whole.choices[0].finish_reason == "length"
     assert whole.usage.completion_tokens == 8

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from prefix_cache.events import AllCleared, BlocksRemoved, BlocksStored, EventBatch, Heartbeat, Snapshot
-from prefix_cache.hashing import join_digests
-from prefix_cache.index import TIERS, Outcome, Position, ResidencyIndex
+from prefix_cache.hashing import JoinedDigests, join_digests
+from prefix_cache.index import TIERS, Hits, Outcome, Position, ResidencyIndex
 
 ROOT = b"r" * 16
 DIGESTS = [bytes([n]) * 16 for n in range(24)]
@@ -36,14 +36,14 @@ def naive_prefix(held, digests):
 class IndexModel(RuleBasedStateMachine):
     """The index beside sets of (digest, tier) and of predicted digests per worker."""
 
-    remember_beyond = 1000
+    walked = 1000
 
     def prompts(self, rng):
         return DIGESTS, DIGESTS[::-1], rng.sample(DIGESTS, 10), []
 
     def __init__(self):
         super().__init__()
-        self.index = ResidencyIndex(max_blocks_per_worker=1000, max_predicted_blocks=1000, remember_beyond=self.remember_beyond)
+        self.index = ResidencyIndex(max_blocks=1000, max_predicted_blocks=1000, walked=self.walked)
         self.held = {}
         self.expected = {}
         self.position = {}
@@ -183,19 +183,6 @@ IndexModel.TestCase.settings = settings(max_examples=100, stateful_step_count=40
 TestIndexModel = IndexModel.TestCase
 
 
-class RememberingModel(IndexModel):
-    """Walks go on where earlier ones ended. A digest stands for all before it, so that prompts are beginnings of one chain."""
-
-    remember_beyond = 0
-
-    def prompts(self, rng):
-        return [DIGESTS[: rng.randint(1, len(DIGESTS))] for _ in range(4)] + [DIGESTS]
-
-
-RememberingModel.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
-TestRememberingModel = RememberingModel.TestCase
-
-
 def fresh(count, seed=0):
     rng = random.Random(seed)
     return [rng.randbytes(16) for _ in range(count)]
@@ -224,21 +211,57 @@ def test_restarts_do_not_pile_up_dead_blocks_or_slots():
     assert index._next_slot <= 64
 
 
-def test_a_worker_that_never_removes_anything_is_bounded_and_counted():
-    index = ResidencyIndex(max_blocks_per_worker=100)
+def test_a_worker_that_never_removes_anything_is_bounded():
+    index = ResidencyIndex(max_blocks=100)
     digests = fresh(250)
     assert index.apply("w", EventBatch("i", 1, (stored(digests),))) is Outcome.APPLIED
-    assert index.blocks("w") == 100
-    assert index.not_indexed("w") == 150
-    assert len(index) == 100
+    assert index.blocks("w") == len(index) == 100
+    assert index.evicted == 150
     # What is kept is the beginning of the chain, where prefixes start.
     assert index.lookup(digests) == {"w": 100}
-    # A block that is already known gains a tier even when the bound is reached.
+    # A block that is already known gains a tier, and room made by removals is used again.
     index.apply("w", EventBatch("i", 2, (stored(digests[:1], "host"),)))
     assert index.tiers("w", digests[0]) == ("device", "host")
-    # Room made by removals is used again.
     index.apply("w", EventBatch("i", 3, (removed(digests[50:100]), stored(digests[200:210]))))
     assert index.blocks("w") == 60
+
+
+def test_the_least_recently_used_blocks_of_all_workers_go_first():
+    index = ResidencyIndex(max_blocks=300)
+    prompts = [fresh(60, seed) for seed in range(5)]
+    for number, prompt in enumerate(prompts):
+        index.apply(f"w{number % 2}", EventBatch("i", 1 + number // 2, (stored(prompt, "host" if number == 1 else "device"),)))
+    index.touch(prompts[0])
+    index.apply("w1", EventBatch("i", 3, (stored(fresh(60, 9)),)))
+    # The second prompt was used least recently, the first again; the end of it would go before its beginning.
+    assert index.lookup(prompts[1]) == {}
+    assert index.lookup(prompts[0]) == {"w0": 60}
+    assert len(index) == index.blocks("w0") + index.blocks("w1") <= 300
+    index.apply("w1", EventBatch("i", 4, (stored(fresh(30, 10)),)))
+    (held,) = index.lookup(prompts[2]).values()
+    assert 20 <= held <= 40
+    assert index.lookup_tiers(prompts[2])[1] == {}
+
+
+def test_random_churn_of_many_workers_keeps_the_books():
+    index = ResidencyIndex(max_blocks=500)
+    rng = random.Random(3)
+    for step in range(400):
+        name = f"w{rng.randrange(5)}"
+        if rng.random() < 0.05:
+            index.remove_worker(name)
+        elif rng.random() < 0.2:
+            index.predict(name, fresh(rng.randrange(1, 40), rng.randrange(60)))
+        else:
+            tiers = {tier: join_digests(fresh(rng.randrange(60), rng.randrange(60))) for tier in ("device", "host")}
+            index.apply(name, Snapshot(f"i{step}", 1, tiers))
+        assert len(index) <= 500
+    for number in range(5):
+        name = f"w{number}"
+        slot = index._slots.get(name)
+        masks = [mask >> slot.shift & 31 for mask in index._masks.values()] if slot else []
+        assert index.blocks(name) == sum(mask & 15 > 0 for mask in masks)
+        assert slot is None or slot.lower == sum((mask >> 1 & 7).bit_count() for mask in masks)
 
 
 def test_predictions_are_bounded_and_the_oldest_make_room():
@@ -257,7 +280,7 @@ def test_predictions_are_bounded_and_the_oldest_make_room():
     assert index.predicted_blocks == 90
     huge = fresh(1000, 4)
     index.predict("w", huge)
-    assert index.lookup(huge) == {"w": 100}
+    assert index.lookup(huge) == {"w": 193}
     assert index.predicted_blocks == 100
 
 
@@ -334,4 +357,67 @@ def test_many_workers(depths, rng):
 
 def test_bad_bounds_are_refused():
     with pytest.raises(ValueError, match="at least one block"):
-        ResidencyIndex(max_blocks_per_worker=0)
+        ResidencyIndex(max_blocks=0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(0, 400), min_size=1, max_size=12), st.integers(0, 400), st.booleans())
+def test_leaps_find_what_walking_finds(depths, length, joined):
+    digests = fresh(400, 5)
+    leaping, walking = ResidencyIndex(walked=0), ResidencyIndex(walked=1000)
+    for number, depth in enumerate(depths):
+        tiers = {"device": join_digests(digests[: depth // 2]), "host": join_digests(digests[depth // 3 : depth])}
+        for index in (leaping, walking):
+            index.apply(f"w{number}", Snapshot("i", 1, tiers if number % 2 else {"device": join_digests(digests[:depth])}))
+    prompt = digests[:length] + fresh(20, 6)
+    asked = JoinedDigests(join_digests(prompt)) if joined else prompt
+    found, lower = leaping.lookup_tiers(asked)
+    assert found == {f"w{n}": min(depth, length) for n, depth in enumerate(depths) if min(depth, length)}
+    assert (found, lower) == walking.lookup_tiers(prompt)
+    for name, hits in lower.items():
+        depth = depths[int(name[1:])]
+        assert hits == Hits(min(depth // 2, length), min(depth, length) - min(depth // 2, length), 0, 0)
+    for number, depth in enumerate(depths):
+        assert leaping.reported(f"w{number}", asked, length) == min(depth, length)
+
+
+def test_hits_are_told_apart_by_tier():
+    index = ResidencyIndex()
+    digests = fresh(100)
+    tiers = {"device": digests[:30], "host": digests[20:60], "disk": digests[60:80], "remote": digests[:90]}
+    index.apply("w", Snapshot("i", 1, {tier: join_digests(held) for tier, held in tiers.items()}))
+    index.apply("x", Snapshot("i", 1, {"device": join_digests(digests[:50])}))
+    index.predict("w", digests, 90)
+    assert index.lookup_tiers(digests) == ({"w": 100, "x": 50}, {"w": Hits(30, 30, 20, 10)})
+    assert index.reported("w", digests, 100) == 90
+    index.apply("w", EventBatch("i", 2, (removed(digests, "host"), removed(digests, "disk"), removed(digests, "remote"))))
+    assert index.lookup_tiers(digests) == ({"w": 30, "x": 50}, {})
+
+
+def test_a_cache_with_holes_is_walked_once_that_is_known():
+    index = ResidencyIndex()
+    digests = fresh(400)
+    index.apply("w", Snapshot("i", 1, {"device": join_digests(digests[:110] + digests[120:])}))
+    assert index.lookup(digests) == {"w": 400}
+    assert index.check_order("w", digests[:100])
+    assert index.lookup(digests) == {"w": 400}
+    assert not index.check_order("w", digests)
+    assert index.lookup(digests) == {"w": 110}
+    # Another life of it is taken at its word again.
+    index.apply("w", Snapshot("i2", 1, {"device": join_digests(digests)}))
+    assert index._careful_ones == 0
+    assert index.check_order("nobody", digests)
+
+
+def test_a_long_prediction_stands_on_few_blocks():
+    index = ResidencyIndex()
+    index.apply("w", Snapshot("i", 0, {}))
+    digests = fresh(6250)
+    prediction = index.predict("w", digests)
+    assert index.lookup(digests) == {"w": 6250}
+    assert index.predicted_blocks < 300
+    # Who shares a beginning finds it but for what lies between two leaps.
+    assert index.lookup(digests[:3000] + fresh(100, 1)) == {"w": 2977}
+    assert index.lookup(digests[:90]) == {"w": 90}
+    index.retract(prediction)
+    assert len(index) == 0

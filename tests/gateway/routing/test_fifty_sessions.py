@@ -112,9 +112,9 @@ async def stats(up):
 
 
 async def test_fifty_sessions_keep_their_prefix_and_leave_nothing_behind(cluster):
-    # Residency weighs so much that no queue outweighs it: on a machine that starves its processes real queues get long
+    # Home weighs so much that no queue outweighs it: on a machine that starves its processes real queues get long
     # enough to move a session, and rightly so.
-    dispatcher, _, ups = await cluster(RouterConfig(opportunity=20.0), options=("--sim-time-scale", "0.25"))
+    dispatcher, _, ups = await cluster(RouterConfig(hysteresis=20.0), options=("--sim-time-scale", "0.25"))
     system = [random.Random(99).randrange(40_000) for _ in range(160)]
     outcome = []
     await asyncio.gather(*(converse(dispatcher, number, system, outcome) for number in range(SESSIONS)))

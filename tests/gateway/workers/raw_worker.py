@@ -84,6 +84,9 @@ class RawWorker:
                         if step == DROP:
                             writer.transport.abort()
                             return
+                        if isinstance(step, asyncio.Event):
+                            await step.wait()
+                            continue
                         for data in step() if callable(step) else [step]:
                             writer.write(data)
                             self.sent += len(data)

@@ -1,0 +1,169 @@
+"""What the router knows of one worker: how fast it is, what stands before a newcomer there, how far its reports are
+believed."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+from gateway.router.costs import WorkerLoad
+from gateway.router.estimator import Coefficients, Observation, PrefillEstimator
+from gateway.router.occupancy import Occupancy
+from gateway.router.trust import Trust
+
+_MAX_WEIGHT = 50.0
+_FORGET_AFTER = 300.0
+_SERVICE_GAIN = 0.05
+_SERVICE_PRIOR = 2.0
+
+
+class Pending(Protocol):
+    """A prompt that was sent and is not computed yet. `seconds`, `tokens`: what computing it takes."""
+
+    seconds: float
+    tokens: int
+
+
+class Standing:
+    """One worker. `base`: coefficients of its peers. Seconds are on the router's clock."""
+
+    __slots__ = (
+        "_observed_at",
+        "_recent_at",
+        "_recent_seconds",
+        "_recent_tokens",
+        "_weight",
+        "busy_since",
+        "coefficients",
+        "estimator",
+        "half_life",
+        "instance",
+        "name",
+        "occupancy",
+        "pending",
+        "pending_seconds",
+        "pending_tokens",
+        "rank",
+        "service",
+        "trust",
+    )
+
+    def __init__(self, name: str, base: Coefficients, half_life: float, now: float) -> None:
+        self.name = name
+        self.estimator = PrefillEstimator(base)
+        self.coefficients = base
+        self.half_life = half_life
+        self.trust = Trust(name)
+        self.occupancy = Occupancy()
+        self.pending: dict[Pending, None] = {}
+        self.pending_seconds = 0.0
+        self.pending_tokens = 0
+        self.busy_since = now
+        self.rank = 0
+        self.instance = ""
+        self.service = _SERVICE_PRIOR
+        """Seconds that a turn stays there after its first token, in the mean."""
+        self._recent_seconds = self._recent_tokens = 0.0
+        self._recent_at = now
+        self._weight = 0.0
+        self._observed_at = now
+
+    # How fast it is
+
+    def observed(self, seen: Observation, fleet: Coefficients, now: float) -> None:
+        """It has reported how long a prompt took."""
+        if self._weight == 0.0:
+            self.estimator = PrefillEstimator(fleet)
+        self._weight = min(self._weight * self._age(now) + 1.0, _MAX_WEIGHT)
+        self._observed_at = now
+        self.estimator.observe(seen)
+        self.refresh(fleet, now)
+
+    def refresh(self, fleet: Coefficients, now: float) -> None:
+        """Its estimates: its own as far as it has said much lately, else those of its peers. A worker that was slow while it
+        warmed up would get nothing to do any more, and could not show that it is not."""
+        weight = self._weight * self._age(now)
+        self.coefficients = self.estimator.coefficients.mixed(fleet, weight / (weight + 1.0))
+
+    def _age(self, now: float) -> float:
+        return math.exp2(-max(now - self._observed_at, 0.0) / _FORGET_AFTER)
+
+    def lives(self, instance: str) -> None:
+        """It is used in this life of it; what another one said of its cache says nothing of this one's."""
+        if instance != self.instance:
+            if self.instance:
+                self.trust.forget()
+            self.instance = instance
+
+    # What stands before a newcomer
+
+    def enqueue(self, prompt: Pending, now: float) -> None:
+        if not self.pending:
+            self.busy_since = now
+        self.pending[prompt] = None
+        self.pending_seconds += prompt.seconds
+        self.pending_tokens += prompt.tokens
+
+    def correct(self, prompt: Pending, seconds: float, tokens: int) -> None:
+        """The worker has said how much of it there is to compute."""
+        if prompt in self.pending:
+            self.pending_seconds += seconds - prompt.seconds
+            self.pending_tokens += tokens - prompt.tokens
+            prompt.seconds, prompt.tokens = seconds, tokens
+
+    def dequeue(self, prompt: Pending, now: float) -> None:
+        """Computed or given up; idempotent."""
+        if prompt not in self.pending:
+            return
+        first = next(iter(self.pending)) is prompt
+        del self.pending[prompt]
+        self.pending_seconds -= prompt.seconds
+        self.pending_tokens -= prompt.tokens
+        if first:
+            self.busy_since = now
+        if not self.pending:
+            self.pending_seconds, self.pending_tokens = 0.0, 0
+
+    def queue(self, load: WorkerLoad, prompt_tokens: int, now: float) -> float:
+        """Seconds until a prompt that comes now is begun."""
+        seconds = self.pending_seconds
+        if self.pending and now > self.busy_since:
+            seconds -= min(now - self.busy_since, next(iter(self.pending)).seconds)
+        foreign = load.queued_tokens - self.pending_tokens
+        if foreign > 0:
+            seconds += foreign * self.coefficients.token
+        beyond = load.requests + 1 - load.max_concurrency
+        if beyond > 0:
+            seconds += beyond * self.service / load.max_concurrency
+        if load.kv_tokens:
+            held = self.occupancy.tokens
+            missing = held + prompt_tokens - load.kv_tokens
+            if missing > 0 and held > 0:
+                seconds += min(missing / held, 1.0) * self.service
+        return seconds
+
+    # What it did lately
+
+    def worked(self, seconds: float, tokens: float, now: float) -> None:
+        """It computed this much."""
+        decay = self._decay(now)
+        self._recent_seconds = self._recent_seconds * decay + seconds
+        self._recent_tokens = self._recent_tokens * decay + tokens
+        self._recent_at = max(now, self._recent_at)
+
+    def recent_work(self, now: float) -> float:
+        """Seconds of it, each counting half after the half-life."""
+        return self._recent_seconds * self._decay(now) if self._recent_seconds else 0.0
+
+    def turnover(self, kv_tokens: int, now: float) -> float:
+        """Seconds after which what is stored there now will be the next to go: its capacity over what it computes a second."""
+        rate = self._recent_tokens * self._decay(now) * math.log(2) / self.half_life
+        return kv_tokens / rate if rate > 0 else math.inf
+
+    def served(self, seconds: float) -> None:
+        """A turn has ended, so long after its first token."""
+        if 0 <= seconds < math.inf:
+            self.service += _SERVICE_GAIN * (seconds - self.service)
+
+    def _decay(self, now: float) -> float:
+        return math.exp2(-max(now - self._recent_at, 0.0) / self.half_life)
