@@ -174,7 +174,13 @@ async def open_gateway(plan: ServePlan, *, forward: Callable[[str, str], None] =
         dispatcher.when_freed(gate.admission.freed)
         passthrough = PassThrough(dispatcher, telemetry, plan.gateway.http, plan.pool.max_attempts, gate)
         apps = make_apps(
-            plan.gateway, pipeline, reasons=reasons, workers=dispatcher.workers, passthrough=passthrough, gate=gate
+            plan.gateway,
+            pipeline,
+            reasons=reasons,
+            workers=dispatcher.workers,
+            drain=dispatcher.drain,
+            passthrough=passthrough,
+            gate=gate,
         )
         server = HttpServer(apps.public, plan.gateway.http)
         telemetry.watch_connections(server)

@@ -11,7 +11,7 @@ import orjson
 from aiohttp import web
 
 from gateway.admission.gate import Gate, make_gate
-from gateway.apis.administration import AdminRoutes, Workers
+from gateway.apis.administration import AdminRoutes, Drain, Workers
 from gateway.apis.arrivals import Arrivals
 from gateway.apis.endpoint import TurnEndpoint
 from gateway.apis.headers import KNOWN_AS, LIMITS, REQUEST_ID, request_id
@@ -47,6 +47,7 @@ def make_apps(
     *,
     reasons: ReadyReasons = tuple,
     workers: Workers = tuple,
+    drain: Drain = lambda name, draining: False,
     passthrough: PassThrough | None = None,
     gate: Gate | None = None,
 ) -> Applications:
@@ -68,7 +69,7 @@ def make_apps(
     OpenAIRoutes(pipeline, endpoint, arrivals, config.http, passthrough).add_to(app.router)
     administration = web.Application(middlewares=[_answer_errors], client_max_size=0)
     administration[ADMINISTRATION] = True
-    admin = AdminRoutes(arrivals, keys, pipeline.telemetry, workers, gate.admission)
+    admin = AdminRoutes(arrivals, keys, pipeline.telemetry, workers, drain, gate.admission)
     for each in (app, administration):
         # Administrators look at what tenants see, too.
         WatchRoutes(pipeline, arrivals).add_to(each.router)

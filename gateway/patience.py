@@ -38,6 +38,15 @@ class Patience:
             limits.append(self._heard + self._stall - now)
         return max(min(limits), 0.0) if limits else None
 
+    def within(self, seconds: float) -> float:
+        """So many seconds, or what is left of the whole request where that is less."""
+        return min(seconds, max(self._began + self._whole - self._clock(), 0.0)) if self._whole else seconds
+
+    @property
+    def over(self) -> bool:
+        """Whether the whole request has taken as long as it may."""
+        return bool(self._whole) and self._clock() - self._began >= self._whole
+
     def check(self) -> None:
         """Raises TurnError 504 where a limit is reached."""
         now = self._clock()

@@ -120,14 +120,14 @@ async def test_a_client_that_gives_up_frees_its_place(gateway):
             await tenant.turn([user(f"long {number}")], max_tokens=2000, session=f"long-{number}")
 
         tasks = [asyncio.create_task(send(number)) for number in range(10)]
-        while (await state())["queued"]["normal"] < 6:
+        while (await state())["queued"]["normal"] < 6:  # noqa: ASYNC110 - a server in another process
             await asyncio.sleep(0.02)
         assert (await state())["queued_by_tenant"] == {"@noisy": 6}
         assert (await state())["in_flight"] == 4
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        while (now := await state())["in_flight"] or now["queued_tokens"]:
+        while (now := await state())["in_flight"] or now["queued_tokens"]:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         answer = await Tenant(http, gateway.url, "quiet-0").turn([user("still there?")])
         assert answer["content"]
