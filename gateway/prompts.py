@@ -36,7 +36,10 @@ class PromptBuilder:
             grammar = self._grammars.of(model, turn)
             history = await self._keeper.open(model, turn, info)
             ledger = history.continuation.ledger
-            return Prompt(ledger.tokens, JoinedDigests(ledger.blocks), grammar, turn.cache_salt), history
+            before = history.continuation.predecessor
+            # A conversation that began as another session's lives where it likes.
+            last_instance = before.worker_instance if before is not None and history.foreign is None else ""
+            return Prompt(ledger.tokens, JoinedDigests(ledger.blocks), grammar, turn.cache_salt, last_instance), history
 
         def build() -> Prompt:
             grammar = self._grammars.of(model, turn)

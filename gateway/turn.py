@@ -86,12 +86,14 @@ class Prompt:
     """What a worker computes: token ids packed as little-endian uint32, plus the grammar source.
 
     `digests` are the block hashes of the full blocks under the worker pool's namespace and the request's salt.
+    `last_instance`: the worker that its session's last turn ran on, by its own id; "": not known.
     """
 
     packed_token_ids: bytes
     digests: Sequence[bytes]
     grammar: str | None = None
     cache_salt: str | None = None
+    last_instance: str = ""
 
     @property
     def num_tokens(self) -> int:
