@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo serve test lint types imports unit triton model clean live-vllm live-router
+.PHONY: demo serve test lint types imports unit triton faults model clean live-vllm live-router
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -39,6 +39,10 @@ unit: model
 # The Triton kernels alone: interpreted, and compiled for GPUs that need not be here. Part of `unit`.
 triton: $(STAMP)
 	$(BIN)/pytest -q tests/engine/kernels/test_triton.py
+
+# 200 workers killed under 2,000 streams, and every answer compared with the undisturbed one. Minutes; not part of `unit`.
+faults: model
+	$(BIN)/pytest -q -s tests/faults/full_size.py
 
 # Against the real vLLM for CPUs, in an environment of its own, and the real vllm-router. Not part of `test`.
 VLLM        ?= .vllm

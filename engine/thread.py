@@ -190,6 +190,7 @@ class EngineThread:
             self._stats,
             waiting=self._stats.waiting + len(unadded),
             waiting_prompt_tokens=self._stats.waiting_prompt_tokens + sum(unadded),
+            draining=not self._accepting,
         )
 
     async def snapshot(self) -> Snapshot:

@@ -297,7 +297,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class WorkerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Load and totals. Blocks: free + cached + referenced = num_blocks; free ones hold nothing, cached ones hold KV that
-    nobody uses right now and can be evicted. Totals count from the start of the instance.
+    nobody uses right now and can be evicted. Totals count from the start of the instance. `draining`: it shuts down, finishes
+    what it has and takes nothing new.
     """
 
     instance: str
@@ -316,3 +317,4 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     aborted_total: int
     prefill_tokens_per_second: float = 0.0
     decode_tokens_per_second: float = 0.0
+    draining: bool = False
