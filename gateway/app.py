@@ -21,6 +21,7 @@ from gateway.apis.watching import WatchRoutes
 from gateway.auth import ADMINISTRATION, ApiKeys
 from gateway.config import GatewayConfig
 from gateway.cors import allow_origins, mark
+from gateway.discovery.registration import RegistrationRoutes
 from gateway.passthrough.endpoint import PassThrough
 from gateway.pipeline import Pipeline
 from gateway.turn import TurnError
@@ -48,6 +49,7 @@ def make_apps(
     workers: Workers = tuple,
     drain: Drain = lambda name, draining: False,
     passthrough: PassThrough | None = None,
+    registration: RegistrationRoutes | None = None,
 ) -> Applications:
     """The applications. Serve them with `gateway.server.HttpServer`, which cancels a handler when its client leaves; the public
     one always, as it owns what both use. Raises ValueError for keys that cannot be used."""
@@ -70,6 +72,8 @@ def make_apps(
         WatchRoutes(pipeline, arrivals).add_to(each.router)
         SessionRoutes(pipeline, arrivals).add_to(each.router)
         _Probes(pipeline, reasons).add_to(each.router)
+        if registration is not None:
+            registration.add_to(each.router)
         admin.add_to(each.router)
     app.on_response_prepare.append(mark)
     app.cleanup_ctx.append(keys.follow)

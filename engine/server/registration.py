@@ -19,8 +19,8 @@ _AGAIN_FIRST, _AGAIN_MAX = 0.5, 10.0
 
 @dataclass(frozen=True, slots=True)
 class RegistrationConfig:
-    """`gateways`: base URLs. `url`: where the gateways reach this replica, by `name`, which is unique among their workers. `ttl`:
-    seconds after which a gateway forgets it; it is told three times as often."""
+    """`gateways`: base URLs. `url`: where the gateways reach this replica, by `name`, which is unique among their workers.
+    `ttl`: seconds after which a gateway forgets it; it is told three times as often."""
 
     gateways: tuple[str, ...]
     token: str = field(repr=False)

@@ -38,6 +38,7 @@ class DnsSource:
 
     def __init__(self, name: str, spec: WorkerSpec, resolve: Resolve, *, interval: float = 10.0) -> None:
         self.name = name
+        self.kinds: frozenset[str] = frozenset({spec.kind})
         self._spec = spec
         self._resolve = resolve
         self._interval = interval
@@ -82,7 +83,7 @@ def addresses_of(host: str, port: int) -> Resolve:
             raise LookUpError(f"{host}: {error.strerror}") from error
         except (TimeoutError, OSError) as error:
             raise LookUpError(f"{host}: no answer within {_TIMEOUT:g} s") from error
-        return [(str(ipaddress.ip_address(address[0].split("%")[0])), port) for *_, address in found]
+        return [(str(ipaddress.ip_address(str(address[0]).split("%")[0])), port) for *_, address in found]
 
     return resolve
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from gateway.access.watched_file import WatchedFile
 from gateway.discovery.fleet import Publish
-from gateway.workers.spec import WorkerSpec, make_spec
+from gateway.workers.spec import KINDS, WorkerSpec, make_spec
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +27,7 @@ class FileSource:
     """The workers of a file. One that is damaged, or away, changes nothing: those it had stay, and the log says why."""
 
     name = "file"
+    kinds = frozenset(KINDS)
 
     def __init__(self, path: Path, environ: Mapping[str, str], *, poll_interval: float = 1.0) -> None:
         self._path = path

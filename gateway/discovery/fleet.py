@@ -28,6 +28,10 @@ class WorkerSource(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Of the workers it may name."""
+
     async def run(self, publish: Publish) -> None:
         """Publishes until it is cancelled. What goes wrong is logged and tried again; what was known stays meanwhile."""
 
@@ -125,7 +129,8 @@ class Fleet:
         """Waits until nothing runs there."""
         try:
             async with asyncio.timeout(self._config.drain_timeout):
-                while any(view.name == name and view.in_flight for view in self._workers.workers()):
+                while any(view.name == name and view.in_flight for view in self._workers.workers()):  # noqa: ASYNC110
+                    # That every end of a request told somebody would cost all the others.
                     await asyncio.sleep(_LOOK_AGAIN)
         except TimeoutError:
             log.warning("worker %s has not finished within %g s; what runs there breaks off", name, self._config.drain_timeout)

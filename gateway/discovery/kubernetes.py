@@ -16,6 +16,7 @@ from yarl import URL
 
 from gateway.discovery.dns import at_address
 from gateway.discovery.fleet import Publish
+from gateway.workers.base import WorkerError
 from gateway.workers.lines import BodyLines
 from gateway.workers.spec import WorkerSpec
 from gateway.workers.transport import describe, read_reply
@@ -28,6 +29,7 @@ _LINE_BYTES = 8 * 2**20
 _WATCH_SECONDS = 240
 _TIMEOUT = 15.0
 _AGAIN = 2.0
+_WATCH_AGAIN = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,7 @@ class KubernetesSource:
 
     def __init__(self, name: str, api: KubernetesApi, service: str, port: str, spec: WorkerSpec) -> None:
         self.name = name
+        self.kinds: frozenset[str] = frozenset({spec.kind})
         self._api = api
         self._service = service
         self._port = port
@@ -88,9 +91,9 @@ class KubernetesSource:
                     slices = await self._list(http)
                     complained = False
                     self._publish(publish, slices)
-                    while await self._watch(http, slices, publish):
-                        pass
-                except (ApiError, aiohttp.ClientError, OSError, TimeoutError) as error:
+                    while await self._watch(http, slices, publish):  # noqa: ASYNC110 - it waits for the API server
+                        await asyncio.sleep(_WATCH_AGAIN)
+                except (ApiError, WorkerError, aiohttp.ClientError, OSError, TimeoutError) as error:
                     if not complained:
                         log.warning("workers of service %s are not looked up: %s", self._service, describe(error))
                     complained = True
@@ -101,8 +104,8 @@ class KubernetesSource:
 
     def _url(self, **query: str) -> URL:
         path = f"/apis/discovery.k8s.io/v1/namespaces/{self._api.namespace}/endpointslices"
-        return URL(self._api.url).with_path(path).with_query(
-            labelSelector=f"kubernetes.io/service-name={self._service}", **query
+        return (
+            URL(self._api.url).with_path(path).with_query(labelSelector=f"kubernetes.io/service-name={self._service}", **query)
         )
 
     async def _headers(self) -> dict[str, str]:

@@ -11,7 +11,9 @@ from gateway.discovery.fleet import WorkerSource
 from gateway.discovery.kubernetes import KubernetesApi, KubernetesSource
 from gateway.workers.spec import WorkerSpec, parse_worker
 
-_FOUND = re.compile(r"(?P<kind>[a-z0-9_-]+=)?(?P<how>dns|srv|k8s)(?P<tls>\+https)?://(?P<where>[^,/]+)/?(?P<options>,.*)?", re.DOTALL)
+_FOUND = re.compile(
+    r"(?P<kind>[a-z0-9_-]+=)?(?P<how>dns|srv|k8s)(?P<tls>\+https)?://(?P<where>[^,/]+)/?(?P<options>,.*)?", re.DOTALL
+)
 
 
 def parse_workers(text: str, environ: Mapping[str, str]) -> WorkerSpec | WorkerSource:

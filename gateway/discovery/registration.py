@@ -16,7 +16,7 @@ from aiohttp import web
 from gateway.apis.bodies import fit, parse_object, read_body
 from gateway.discovery.fleet import Publish
 from gateway.turn import TurnError
-from gateway.workers.spec import DEFAULT_CONCURRENCY, WorkerSpec
+from gateway.workers.spec import DEFAULT_CONCURRENCY, KINDS, WorkerSpec
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ class Registry:
     """A source of the workers that have registered; at most `max_workers`. `clock` gives monotonic seconds."""
 
     name = "registered"
+    kinds = frozenset(KINDS)
 
     def __init__(self, *, max_workers: int = 1024, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_workers = max_workers
@@ -61,7 +62,9 @@ class Registry:
             raise TurnError(400, "invalid_request", f"{error}.", param="url") from error
         known = self._leases.get(name)
         if known is None and len(self._leases) >= self._max_workers:
-            raise TurnError(503, "too_many_workers", f"{self._max_workers} workers have registered, as many as are taken.", retry_after=60.0)
+            raise TurnError(
+                503, "too_many_workers", f"{self._max_workers} workers have registered, as many as are taken.", retry_after=60.0
+            )
         self._leases[name] = (spec, self._clock() + ttl)
         if known is None or known[0] != spec:
             log.info("worker %s has registered: %s at %s", name, spec.kind, spec.url)
@@ -117,7 +120,9 @@ class RegistrationRoutes:
         raw = await read_body(request, max_bytes=_MAX_BODY, timeout=_BODY_TIMEOUT)
         registration = fit(parse_object(raw)[0], Registration)
         self._registry.register(registration)
-        return web.Response(body=orjson.dumps({"name": registration.name, "ttl": registration.ttl}), content_type="application/json")
+        return web.Response(
+            body=orjson.dumps({"name": registration.name, "ttl": registration.ttl}), content_type="application/json"
+        )
 
     async def deregister(self, request: web.Request) -> web.Response:
         """It finishes what it has, and gets nothing new."""
@@ -128,4 +133,6 @@ class RegistrationRoutes:
     def _check(self, request: web.Request) -> None:
         kind, _, given = request.headers.get("Authorization", "").partition(" ")
         if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._token):
-            raise TurnError(401, "invalid_token", "Registering takes the gateway's registration token: Authorization: Bearer TOKEN.")
+            raise TurnError(
+                401, "invalid_token", "Registering takes the gateway's registration token: Authorization: Bearer TOKEN."
+            )
