@@ -31,6 +31,7 @@ from cli.model import fetch, own_name
 from cli.serving import ReplicaPlan, RunningGateway, ServePlan, open_gateway
 from engine.checkpoints import DEFAULT_MODEL, CheckpointError, default_cache_dir
 from gateway.access.config import AuthConfig
+from gateway.admission.config import AdmissionConfig
 from gateway.auth import ApiKeys
 from gateway.certificate import TlsError
 from gateway.config import MIB, GatewayConfig, HttpConfig, ModelConfig, SessionsConfig
@@ -53,7 +54,10 @@ from sessions.identity import DEFAULT_ORDER
 from sessions.redis_link import RedisConfig
 from traces.recorder import RecorderError
 
-ENGINE_OPTIONS = ("dtype", "quantization", "kv_dtype", "kv_memory", "num_blocks", "max_model_len", "simulate")
+ENGINE_OPTIONS = (
+    *("dtype", "quantization", "kv_dtype", "kv_memory", "num_blocks", "max_model_len", "simulate"),
+    *("host_kv_bytes", "disk_kv_dir", "disk_kv_bytes"),
+)
 """Options of `turnkeep engine` that `turnkeep serve` has as well; the others go through --engine or the file."""
 
 
@@ -167,6 +171,13 @@ def _read_config(ctx: click.Context, _param: click.Parameter, path: Path | None)
 @click.option("--quantization", default=None, help="Weights in fewer bits: none, int8, int4, gguf.")
 @click.option("--kv-memory", default=None, help="For KV blocks of each replica: bytes (8GiB) or a share of what is free (50%).")
 @click.option("--num-blocks", type=click.IntRange(1), default=None, help="KV blocks of each replica, instead of --kv-memory.")
+@click.option(
+    "--host-kv-bytes", default=None, help="Shared memory for KV blocks that do not fit, for all local replicas together (8GiB)."
+)
+@click.option(
+    "--disk-kv-dir", type=click.Path(file_okay=False), default=None, help="Keep KV blocks there too; they outlive the replicas."
+)
+@click.option("--disk-kv-bytes", default=None, help="What they may take there. [8GiB]")
 @click.option("--max-model-len", type=click.IntRange(2), default=None, help="Tokens of prompt and answer together.")
 @click.option("--simulate", is_flag=True, default=None, help="Replicas without a model: real cache, made-up tokens and times.")
 @click.option("--engine", "engine_option", multiple=True, metavar="NAME=VALUE", help="Any other option of `turnkeep engine`.")
@@ -262,6 +273,7 @@ def plan_from(options: Mapping[str, Any], engine_table: Mapping[str, Any]) -> Se
             models=models,
             http=http,
             auth=auth,
+            admission=AdmissionConfig(**generated_values("admission", options)),
             session_sources=tuple(options["session_source"]) or DEFAULT_ORDER,
             turns=TurnsConfig(**generated_values("turns", options)),
             misses=MissesConfig(**generated_values("misses", options)),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gateway.admission.gate import make_gate
 from gateway.app import make_apps
 from gateway.config import GatewayConfig
 from gateway.discovery.fleet import Fleet, FleetConfig, WorkerSource
@@ -148,7 +149,7 @@ async def open_gateway(plan: ServePlan, *, forward: Callable[[str, str], None] =
             observers.append(recorder)
         telemetry = Telemetry(plan.telemetry)
         stack.push_async_callback(telemetry.aclose)
-        dispatcher = await stack.enter_async_context(PoolDispatcher(plan.pool, telemetry))
+        dispatcher = await stack.enter_async_context(PoolDispatcher(plan.pool, telemetry, admission=plan.gateway.admission))
 
         def up(replica: ReplicaUp) -> None:
             dispatcher.add_worker(replica.name, replica.url)
@@ -179,7 +180,11 @@ async def open_gateway(plan: ServePlan, *, forward: Callable[[str, str], None] =
             registered = Registry(max_workers=plan.fleet.max_workers)
             registration = RegistrationRoutes(registered, plan.registration_token)
             sources = (*sources, registered)
-        passthrough = PassThrough(dispatcher, telemetry, plan.gateway.http, plan.pool.max_attempts)
+        gate = make_gate(
+            plan.gateway, telemetry, rooms=dispatcher.rooms, shared_limits=shared.link if shared is not None else None
+        )
+        dispatcher.when_freed(gate.admission.freed)
+        passthrough = PassThrough(dispatcher, telemetry, plan.gateway.http, plan.pool.max_attempts, gate)
         apps = make_apps(
             plan.gateway,
             pipeline,
@@ -188,6 +193,7 @@ async def open_gateway(plan: ServePlan, *, forward: Callable[[str, str], None] =
             drain=dispatcher.drain,
             passthrough=passthrough,
             registration=registration,
+            gate=gate,
         )
         server = HttpServer(apps.public, plan.gateway.http)
         telemetry.watch_connections(server)

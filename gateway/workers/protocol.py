@@ -295,10 +295,27 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     startup: StartupSeconds | None = None
 
 
+class TierStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A tier below the device. What it holds, and `stored`, `evicted` and `healed` (damaged blocks thrown away), are of all
+    who share it; the rest is this worker's: prompt tokens loaded from it, errors, seconds that a block takes, measured."""
+
+    name: str
+    blocks: int
+    used_bytes: int
+    max_bytes: int
+    stored_blocks_total: int = 0
+    evicted_blocks_total: int = 0
+    healed_blocks_total: int = 0
+    hit_tokens_total: int = 0
+    errors_total: int = 0
+    seconds_per_block: float = 0.0
+
+
 class WorkerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Load and totals. Blocks: free + cached + referenced = num_blocks; free ones hold nothing, cached ones hold KV that
     nobody uses right now and can be evicted. Totals count from the start of the instance. `draining`: it shuts down, finishes
-    what it has and takes nothing new.
+    what it has and takes nothing new. `loading`: sequences whose blocks are on their way from a tier; they count neither as
+    running nor as waiting.
     """
 
     instance: str
@@ -318,3 +335,5 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     prefill_tokens_per_second: float = 0.0
     decode_tokens_per_second: float = 0.0
     draining: bool = False
+    loading: int = 0
+    tiers: tuple[TierStats, ...] = ()
