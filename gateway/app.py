@@ -22,6 +22,7 @@ from gateway.apis.watching import WatchRoutes
 from gateway.auth import ADMINISTRATION, ApiKeys
 from gateway.config import GatewayConfig
 from gateway.cors import allow_origins, mark
+from gateway.discovery.registration import RegistrationRoutes
 from gateway.passthrough.endpoint import PassThrough
 from gateway.pipeline import Pipeline
 from gateway.turn import TurnError
@@ -49,6 +50,7 @@ def make_apps(
     workers: Workers = tuple,
     drain: Drain = lambda name, draining: False,
     passthrough: PassThrough | None = None,
+    registration: RegistrationRoutes | None = None,
     gate: Gate | None = None,
 ) -> Applications:
     """The applications. Serve them with `gateway.server.HttpServer`, which cancels a handler when its client leaves; the public
@@ -75,6 +77,8 @@ def make_apps(
         WatchRoutes(pipeline, arrivals).add_to(each.router)
         SessionRoutes(pipeline, arrivals).add_to(each.router)
         _Probes(pipeline, reasons).add_to(each.router)
+        if registration is not None:
+            registration.add_to(each.router)
         admin.add_to(each.router)
     app.on_response_prepare.append(mark)
     app.on_response_prepare.append(_say_limits)
