@@ -56,6 +56,7 @@ class Setting:
 PLAIN_SETTINGS: tuple[Setting, ...] = (
     Setting("model", "model", "string"),
     Setting("served_model_name", "served_model_name", "strings"),
+    Setting("tool_format", "tool_format", "string"),
     Setting("also_serve", "also_serve", "strings"),
     Setting("cache_dir", "cache_dir", "string"),
     Setting("replicas", "replicas", "integer"),

@@ -43,12 +43,16 @@ from gateway.tokenization import ModelFilesError
 from gateway.turns.config import TurnsConfig
 from gateway.watching.config import MissesConfig
 from gateway.workers.spec import parse_worker
+from grammar.formats.registry import FORMAT_NAMES
 from sessions.gaps.model import GapConfig
 from sessions.identity import DEFAULT_ORDER
 from sessions.redis_link import RedisConfig
 from traces.recorder import RecorderError
 
-ENGINE_OPTIONS = ("dtype", "quantization", "kv_dtype", "kv_memory", "num_blocks", "max_model_len", "simulate")
+ENGINE_OPTIONS = (
+    *("dtype", "quantization", "kv_dtype", "kv_memory", "num_blocks", "max_model_len", "simulate"),
+    *("host_kv_bytes", "disk_kv_dir", "disk_kv_bytes"),
+)
 """Options of `turnkeep engine` that `turnkeep serve` has as well; the others go through --engine or the file."""
 
 
@@ -87,6 +91,12 @@ def _read_config(ctx: click.Context, _param: click.Parameter, path: Path | None)
 )
 @click.option(
     "--served-model-name", multiple=True, metavar="NAME", help="What the API calls the model; more of them are aliases."
+)
+@click.option(
+    "--tool-format",
+    type=click.Choice(FORMAT_NAMES),
+    default=None,
+    help="How --model writes tool calls. [default: as its chat template says]",
 )
 @click.option("--replicas", type=click.IntRange(0, 1024), default=None, help="Local replicas. [default: 1; 0 with --worker]")
 @click.option(
@@ -147,6 +157,13 @@ def _read_config(ctx: click.Context, _param: click.Parameter, path: Path | None)
 @click.option("--quantization", default=None, help="Weights in fewer bits: none, int8, int4, gguf.")
 @click.option("--kv-memory", default=None, help="For KV blocks of each replica: bytes (8GiB) or a share of what is free (50%).")
 @click.option("--num-blocks", type=click.IntRange(1), default=None, help="KV blocks of each replica, instead of --kv-memory.")
+@click.option(
+    "--host-kv-bytes", default=None, help="Shared memory for KV blocks that do not fit, for all local replicas together (8GiB)."
+)
+@click.option(
+    "--disk-kv-dir", type=click.Path(file_okay=False), default=None, help="Keep KV blocks there too; they outlive the replicas."
+)
+@click.option("--disk-kv-bytes", default=None, help="What they may take there. [8GiB]")
 @click.option("--max-model-len", type=click.IntRange(2), default=None, help="Tokens of prompt and answer together.")
 @click.option("--simulate", is_flag=True, default=None, help="Replicas without a model: real cache, made-up tokens and times.")
 @click.option("--engine", "engine_option", multiple=True, metavar="NAME=VALUE", help="Any other option of `turnkeep engine`.")
@@ -269,7 +286,7 @@ def _models(options: Mapping[str, Any], cache_dir: Path, *, none: bool) -> tuple
         given = given if given is not None else DEFAULT_MODEL
         directory = fetch(given, cache_dir, console)
         names = served or (own_name(given, directory),)
-        models.append(ModelConfig(names[0], directory, names[1:]))
+        models.append(ModelConfig(names[0], directory, names[1:], options["tool_format"]))
     for text in also:
         name, equals, model = text.partition("=")
         if not equals or not name or not model:

@@ -168,7 +168,14 @@ async def open_gateway(plan: ServePlan, *, forward: Callable[[str, str], None] =
         if shared is not None:
             shared.share_gaps(pipeline.watch.gaps.model, plan.gateway.gaps)
         passthrough = PassThrough(dispatcher, telemetry, plan.gateway.http, plan.pool.max_attempts)
-        apps = make_apps(plan.gateway, pipeline, reasons=reasons, workers=dispatcher.workers, passthrough=passthrough)
+        apps = make_apps(
+            plan.gateway,
+            pipeline,
+            reasons=reasons,
+            workers=dispatcher.workers,
+            drain=dispatcher.drain,
+            passthrough=passthrough,
+        )
         server = HttpServer(apps.public, plan.gateway.http)
         telemetry.watch_connections(server)
         auth = plan.gateway.auth

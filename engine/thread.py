@@ -153,6 +153,10 @@ class EngineThread:
             self._steps.post(functools.partial(self._steps.add, stream, prepared))
         return stream
 
+    def knows(self, request_id: str) -> bool:
+        """Whether a request of this id is in flight."""
+        return request_id in self._entries
+
     def check_available(self) -> None:
         """Raises Unavailable when no request can be taken now. Cheap: worth asking before a body is read."""
         if self._failure is not None:
@@ -186,6 +190,7 @@ class EngineThread:
             self._stats,
             waiting=self._stats.waiting + len(unadded),
             waiting_prompt_tokens=self._stats.waiting_prompt_tokens + sum(unadded),
+            draining=not self._accepting,
         )
 
     async def snapshot(self) -> Snapshot:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import orjson
 from aiohttp import web
 
-from gateway.apis.administration import AdminRoutes, Workers
+from gateway.apis.administration import AdminRoutes, Drain, Workers
 from gateway.apis.arrivals import Arrivals
 from gateway.apis.endpoint import TurnEndpoint
 from gateway.apis.headers import KNOWN_AS, REQUEST_ID, request_id
@@ -46,6 +46,7 @@ def make_apps(
     *,
     reasons: ReadyReasons = tuple,
     workers: Workers = tuple,
+    drain: Drain = lambda name, draining: False,
     passthrough: PassThrough | None = None,
 ) -> Applications:
     """The applications. Serve them with `gateway.server.HttpServer`, which cancels a handler when its client leaves; the public
@@ -63,7 +64,7 @@ def make_apps(
     OpenAIRoutes(pipeline, endpoint, arrivals, config.http, passthrough).add_to(app.router)
     administration = web.Application(middlewares=[_answer_errors], client_max_size=0)
     administration[ADMINISTRATION] = True
-    admin = AdminRoutes(arrivals, keys, pipeline.telemetry, workers)
+    admin = AdminRoutes(arrivals, keys, pipeline.telemetry, workers, drain)
     for each in (app, administration):
         # Administrators look at what tenants see, too.
         WatchRoutes(pipeline, arrivals).add_to(each.router)

@@ -59,6 +59,8 @@ class ChoiceState:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    reasoning_tokens: int = 0
+    """Of `token_ids`, those that came while the answer was reasoning, tags included."""
     ended_by_token: bool = False
     """The last of `token_ids` is the token that ended it, and has no text."""
 
@@ -97,6 +99,7 @@ class ChoiceDecoder:
         self._parser = parser
         self._withheld_ids = withheld_ids
         self._named_tool = named_tool
+        self._reasons = hasattr(parser, "reasoning")  # tokens are then fed one by one, to count those of the reasoning
         self._held: tuple[int, TokenLogprob | None] | None = None
         self._has_arguments = False
         self._released = 0  # characters that passed the stop strings
@@ -109,7 +112,7 @@ class ChoiceDecoder:
         if chunk.logprobs:
             for token_id, logprob in zip(chunk.token_ids, chunk.logprobs, strict=True):
                 self._token(token_id, logprob, deltas)
-        elif self._held is None and self._withheld_ids.isdisjoint(chunk.token_ids):
+        elif self._held is None and not self._reasons and self._withheld_ids.isdisjoint(chunk.token_ids):
             self._feed(chunk.token_ids, deltas)
         else:
             for token_id in chunk.token_ids:
@@ -139,11 +142,16 @@ class ChoiceDecoder:
         self.state.stop_reason = finished.stop_reason
         return event, ChoiceEnd(self.state.index, reason, finished.stop_reason)
 
+    def _count(self) -> None:
+        if self._reasons and getattr(self._parser, "reasoning", False):
+            self.state.reasoning_tokens += 1
+
     def _token(self, token_id: int, logprob: TokenLogprob | None, deltas: list[Delta]) -> None:
         self._release_held(deltas)
         if token_id in self._withheld_ids:
             self._held = (token_id, logprob)
             return
+        self._count()
         self._emit(token_id, logprob, deltas)
 
     def _release_held(self, deltas: list[Delta]) -> None:

@@ -17,11 +17,15 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A model the gateway speaks for: its name in the API and the directory with tokenizer and chat template."""
+    """A model the gateway speaks for: its name in the API and the directory with tokenizer and chat template.
+
+    `tool_format`: how it writes tool calls (grammar.formats.registry); None: as its chat template says.
+    """
 
     name: str
     directory: Path
     aliases: tuple[str, ...] = ()
+    tool_format: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,6 +121,10 @@ class PoolDispatcher:
         if self.pool.remove(name):
             self.router.forget(name)
 
+    def drain(self, name: str, draining: bool) -> bool:
+        """Nothing new goes to a worker; what runs there is finished; `draining` False takes it back. Whether there is one."""
+        return self.pool.drain(name, draining)
+
     def workers(self) -> Sequence[WorkerView]:
         """Every worker, with its state and load."""
         return self.pool.views()

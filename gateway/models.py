@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from gateway.config import ModelConfig
 from gateway.rendering import ChatRenderer
+from gateway.thinking import BudgetFor, ThinkingReader
 from gateway.tokenization import ModelFilesError, TextTokenizer
 from gateway.turn import TurnError
 from grammar.formats.base import ToolFormat
-from grammar.formats.registry import format_for
+from grammar.formats.registry import format_for, format_named
+from grammar.thinking import Thinking, thinking_tags
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,18 +25,40 @@ class ServedModel:
     renderer: ChatRenderer
     tool_format: ToolFormat
     aliases: tuple[str, ...] = ()
+    thinking_reader: ThinkingReader | None = None
 
     @classmethod
     def load(cls, config: ModelConfig) -> ServedModel:
         """Reads tokenizer and template of a model directory. Raises ModelFilesError."""
         tokenizer = TextTokenizer.load(config.directory)
         templates = tokenizer.files.chat_templates
-        tool_format = format_for(templates.get("tool_use", templates.get("default")))
+        template = templates.get("tool_use", templates.get("default"))
+        added = tokenizer.backend.get_added_tokens_decoder().values()
+        special_tokens = frozenset(token.content for token in added if token.special)
+        try:
+            if config.tool_format is None:
+                tool_format = format_for(template, special_tokens=special_tokens)
+            else:
+                tool_format = format_named(config.tool_format, special_tokens=special_tokens)
+        except KeyError as error:
+            raise ModelFilesError(str(error.args[0])) from error
         try:
             renderer = ChatRenderer(templates, tokenizer.files.special_tokens, tool_format, model=config.name)
         except ValueError as error:
             raise ModelFilesError(str(error)) from error
-        return cls(config.name, tokenizer, renderer, tool_format, config.aliases)
+        reader = ThinkingReader(
+            renderer,
+            thinking_tags(template, special_tokens),
+            takes_effort="reasoning_effort" in (template or ""),
+            channels=tool_format.owns_reasoning,
+        )
+        return cls(config.name, tokenizer, renderer, tool_format, config.aliases, reader)
+
+    def thinking(
+        self, messages: Sequence[Mapping[str, Any]], with_tools: bool, kwargs: Mapping[str, Any], budget_for: BudgetFor
+    ) -> Thinking | None:
+        """The reasoning that an answer to these messages begins with, or may; None for none."""
+        return None if self.thinking_reader is None else self.thinking_reader.of(messages, with_tools, kwargs, budget_for)
 
 
 class ModelRegistry:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,7 +21,9 @@ from gateway.watching.watch import TurnWatch, called_tools
 from gateway.workers.protocol import SamplingParams, WorkerInfo
 from grammar.detokenizer import Detokenizer
 from grammar.parser import StreamParser, TextParser
+from grammar.reasoning import ReasoningSplitter
 from grammar.stop import TextStream
+from grammar.tools import ToolChoice
 from prefix_cache.hashing import BlockHash
 from sessions.memory_store import MemoryLedgerStore
 from sessions.store import LedgerStore
@@ -146,9 +147,18 @@ class Pipeline:
         sampling = turn.sampling
         parser: StreamParser = TextParser()
         if not plain and turn.tools and turn.tool_choice.mode != "none":
-            parser = model.tool_format.parser(turn.tools, turn.tool_choice, new_call_id)
+            parser = model.tool_format.parser(turn.tools, turn.tool_choice, model.tool_format.new_call_id)
+        elif not plain and model.tool_format.owns_reasoning:
+            parser = model.tool_format.parser((), ToolChoice("none"), model.tool_format.new_call_id)
+        tags = turn.thinking.tags if turn.thinking is not None and not plain else None
+        if turn.thinking is not None and tags is not None:
+            parser = ReasoningSplitter(parser, begin=tags.begin, end=tags.end, inside=turn.thinking.state == "open")
         stream = TextStream(
-            self._detokenizers[model.name].fresh(), sampling.stop, sampling.stop_exempt, min_tokens=sampling.min_tokens
+            self._detokenizers[model.name].showing(sampling.visible_tokens),
+            sampling.stop,
+            sampling.stop_exempt,
+            after=sampling.stop_after,
+            min_tokens=sampling.min_tokens,
         )
         return ChoiceDecoder(
             index,
@@ -165,11 +175,6 @@ class Pipeline:
                 observer.turn_finished(record)
             except Exception:
                 log.exception("an observer failed on turn %s", record.request_id)
-
-
-def new_call_id() -> str:
-    """An id for a tool call, unique among all there ever were."""
-    return "call_" + secrets.token_hex(12)
 
 
 def _within_context(sampling: SamplingParams, prompt: Prompt, info: WorkerInfo) -> SamplingParams:

@@ -139,9 +139,9 @@ class GrammarCache:
 
     def of(self, model: ServedModel, turn: Turn) -> str | None:
         """The grammar source of a turn. Raises what `structural_tag` raises."""
-        if not turn.tools and turn.response_format.kind == "text":
+        if not turn.tools and turn.response_format.kind == "text" and turn.thinking is None:
             return structural_tag(model, turn)
-        key = context_digest(model.name, turn.tools, turn.tool_choice, turn.response_format)
+        key = context_digest(model.name, turn.tools, turn.tool_choice, turn.response_format, turn.thinking)
         with self._lock:
             if key in self._known:
                 self._known.move_to_end(key)
@@ -163,7 +163,7 @@ def _size(grammar: str | None) -> int:
 def structural_tag(model: ServedModel, turn: Turn) -> str | None:
     """The grammar source of a turn. Raises TurnError 400 that names the tool and a JSON pointer into its schema."""
     try:
-        return model.tool_format.structural_tag(turn.tools, turn.tool_choice, turn.response_format)
+        return model.tool_format.structural_tag(turn.tools, turn.tool_choice, turn.response_format, thinking=turn.thinking)
     except RecursionError as error:
         raise TurnError(
             400,

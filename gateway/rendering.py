@@ -8,7 +8,7 @@ model's tool-call format: the tools go into the system message, past calls and r
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,7 +148,11 @@ class ChatRenderer:
         reasoning = copy.get("reasoning_content")
         if reasoning is not None:
             copy.setdefault("thinking", reasoning)
+        if isinstance(copy.get("tool_call_id"), str):
+            copy["tool_call_id"] = self._format.history_id(copy["tool_call_id"])
         calls = copy.get("tool_calls")
+        if calls:
+            calls = copy["tool_calls"] = [_with_id(call, self._format.history_id) for call in calls]
         if calls and traits.renders_calls and traits.arguments_as_text:
             copy["tool_calls"] = [_with_text_arguments(call) for call in calls]
         if traits.needs_content:
@@ -205,12 +209,14 @@ class ChatRenderer:
         shows_tools = shown is not None and _PROBE in shown
         arguments = {_PROBE + "k": _PROBE + "v"}
         quoted = f'"{_PROBE}k"'
+        written = self._format.render_call(_PROBE, arguments).strip()
         # Compact JSON text, JSON text printed raw, and a dict printed by tojson all show the quoted key; a dict printed raw
-        # shows Python's own quotes, and a JSON text passed through tojson shows escaped ones.
+        # shows Python's own quotes, and a JSON text passed through tojson shows escaped ones. Formats without quotes around
+        # keys are recognised by the whole call.
         for content in (None, ""):
             for as_text in (False, True):
                 text = with_call(json.dumps(arguments) if as_text else arguments, content)
-                if text is not None and quoted in text:
+                if text is not None and (written in text or quoted in text):
                     return TemplateTraits(shows_tools, True, as_text, content is not None, "developer" in template.source)
         plain = rendered([_USER, {"role": "assistant"}, _USER])
         return TemplateTraits(shows_tools, False, False, plain is None, "developer" in template.source)
@@ -224,6 +230,12 @@ def tool_dict(tool: Tool) -> dict[str, Any]:
     # Templates read into the schema without looking whether there is one.
     function["parameters"] = tool.parameters if tool.parameters is not None else {"type": "object", "properties": {}}
     return {"type": "function", "function": function}
+
+
+def _with_id(call: Mapping[str, Any], history_id: Callable[[str], str]) -> Mapping[str, Any]:
+    call_id = call.get("id")
+    known = history_id(call_id) if isinstance(call_id, str) else call_id
+    return call if known == call_id else {**call, "id": known}
 
 
 def _with_text_arguments(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -105,6 +105,11 @@ class RunningTurn:
             return self._released[1]
         return tuple(decoder.state for decoder in self._decoders)
 
+    @property
+    def reasoning_tokens(self) -> int:
+        """Of the generated tokens, those that were reasoning."""
+        return sum(choice.reasoning_tokens for choice in self.choices)
+
     def release(self) -> None:
         """After the end: keeps what was said, where, and at what cost; prompts, connections and parsers go."""
         self._released = (self.receipts, self.choices, self.migrations)

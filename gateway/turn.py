@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from gateway.workers.protocol import Chunk, RetentionHint, SamplingParams, Started, WorkerInfo
+from grammar.thinking import Thinking
 from grammar.tools import ResponseFormat, Tool, ToolChoice
 
 
@@ -76,6 +77,7 @@ class Turn:
     priority: int = 0
     cache_salt: str | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    thinking: Thinking | None = None
     warnings: tuple[str, ...] = ()
 
 

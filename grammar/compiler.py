@@ -6,8 +6,9 @@ import hashlib
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 import xgrammar
 
 from grammar.limits import DEFAULT_LIMITS, GrammarLimits
-from grammar.lowering import error_text, lower, parse_source
+from grammar.lowering import UNWRITABLE, error_text, lower, parse_source
 from grammar.probe import ProbeLost, Prober
 from grammar.tools import GrammarRefused
 from grammar.vocabulary import read_vocabulary
@@ -29,27 +30,53 @@ def allocate_bitmask(rows: int, vocab_size: int) -> torch.Tensor:
     return torch.full((rows, (vocab_size + 31) // 32), -1, dtype=torch.int32)
 
 
-def tokenizer_info(tokenizer_json: Path | str, vocab_size: int, stop_token_ids: Sequence[int]) -> xgrammar.TokenizerInfo:
-    """XGrammar's view of a tokenizer.json, as `TokenizerInfo.from_huggingface` makes it, but with special tokens as none.
+_UNWRITABLE = b"\xff" + UNWRITABLE.encode()
+"""The bytes of special tokens: no text holds them (0xff is no UTF-8, the character after it is excluded from free text)."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarTokens:
+    """A vocabulary as XGrammar knows it, and the special tokens that a grammar may name."""
+
+    info: xgrammar.TokenizerInfo
+    specials: Mapping[str, int]
+
+
+def tokenizer_info(tokenizer_json: Path | str, vocab_size: int, stop_token_ids: Sequence[int]) -> GrammarTokens:
+    """XGrammar's view of a tokenizer.json, as `TokenizerInfo.from_huggingface` makes it, but with special tokens that no text
+    matches: only a grammar that names one (a structural tag's `token`) allows it.
 
     `vocab_size` is the logits' width; ids without a token are never allowed.
     """
     vocabulary = read_vocabulary(tokenizer_json, vocab_size, stop_token_ids)
     metadata = xgrammar.TokenizerInfo._detect_metadata_from_hf(vocabulary.backend)
-    return xgrammar.TokenizerInfo(
+    stops = list(vocabulary.stop_token_ids)
+    info = xgrammar.TokenizerInfo(
         vocabulary.tokens,
         vocab_type=metadata["vocab_type"],
         vocab_size=vocab_size,
-        stop_token_ids=list(vocabulary.stop_token_ids),
+        stop_token_ids=stops,
         add_prefix_space=metadata["add_prefix_space"],
     )
+    if vocabulary.specials:
+        decoded = list(info.decoded_vocab)
+        for token_id in vocabulary.specials.values():
+            decoded[token_id] = _UNWRITABLE
+        info = xgrammar.TokenizerInfo(
+            decoded,
+            vocab_type=xgrammar.VocabType.RAW,
+            vocab_size=vocab_size,
+            stop_token_ids=stops,
+            add_prefix_space=metadata["add_prefix_space"],
+        )
+    return GrammarTokens(info, vocabulary.specials)
 
 
-def raw_compile(source: str, info: xgrammar.TokenizerInfo, limits: GrammarLimits) -> xgrammar.CompiledGrammar:
+def raw_compile(source: str, tokens: GrammarTokens, limits: GrammarLimits) -> xgrammar.CompiledGrammar:
     """Lowers and compiles one source with a compiler of its own: what a probe tries."""
     parsed = parse_source(source, limits)
-    compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-    return compiler.compile_structural_tag(lower(parsed, _to_ebnf))
+    compiler = xgrammar.GrammarCompiler(tokens.info, max_threads=1, cache_enabled=False)
+    return compiler.compile_structural_tag(lower(parsed, _to_ebnf, tokens.specials))
 
 
 def _to_ebnf(schema: dict[str, Any] | bool) -> str:
@@ -136,7 +163,8 @@ class GrammarCompiler:
         limits: GrammarLimits = DEFAULT_LIMITS,
     ) -> None:
         self._limits = limits
-        info = tokenizer_info(tokenizer_json_path, vocab_size, stop_token_ids)
+        tokens = tokenizer_info(tokenizer_json_path, vocab_size, stop_token_ids)
+        info, self._specials = tokens.info, tokens.specials
         self._textless = frozenset(info.special_token_ids) - frozenset(info.stop_token_ids)
         self._compiler = xgrammar.GrammarCompiler(
             info, max_threads=limits.compile_threads, cache_enabled=True, cache_limit_bytes=limits.cache_bytes
@@ -189,7 +217,7 @@ class GrammarCompiler:
                 if problem is not None:
                     return GrammarRefused(f"The grammar {problem}.")
                 compiler = self._uncached
-            compiled = compiler.compile_structural_tag(lower(parsed, _to_ebnf))
+            compiled = compiler.compile_structural_tag(lower(parsed, _to_ebnf, self._specials))
         except ProbeLost as lost:
             raise GrammarRefused(f"The grammar {lost}.") from lost  # raised, so that it is not remembered
         except GrammarRefused as refused:

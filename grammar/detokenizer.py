@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -32,6 +32,9 @@ _WINDOW = 16
 
 _KEEP = 4
 """Tokens it is cut back to; a decoder that strips n characters at the start of the text needs n."""
+
+_MAX_OTHERS = 8
+"""Sets of special tokens shown that are remembered; a model's format needs one."""
 
 _LONGEST_CHARACTER = 4
 """Bytes of the longest UTF-8 sequence, so tokens that an unfinished character can span."""
@@ -66,6 +69,7 @@ class _Rules:
     keep: int
     skipped: frozenset[int]
     bytes_of: dict[int, bytes] = field(default_factory=dict)  # of byte-level tokens seen; as many as the vocabulary has
+    others: dict[frozenset[int], _Rules] = field(default_factory=dict)  # with other tokens skipped
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, skip_special_tokens: bool) -> _Rules:
@@ -80,6 +84,17 @@ class _Rules:
             keep=max([_KEEP, *(int(part.get("start", 0)) for part in parts if part.get("type") == "Strip")]),
             skipped=frozenset(token_id for token_id, token in added if token.special),
         )
+
+    def showing(self, shown: frozenset[int]) -> _Rules:
+        """With text for these tokens."""
+        shown = shown & self.skipped
+        if not shown:
+            return self
+        if shown not in self.others:
+            if len(self.others) >= _MAX_OTHERS:
+                self.others.clear()
+            self.others[shown] = replace(self, skipped=self.skipped - shown, bytes_of={}, others={})
+        return self.others[shown]
 
 
 class Detokenizer:
@@ -125,6 +140,13 @@ class Detokenizer:
         other = object.__new__(type(self))
         other._tokenizer, other._rules = self._tokenizer, self._rules
         other._clear()
+        return other
+
+    def showing(self, texts: Sequence[str]) -> Detokenizer:
+        """As `fresh`, with text for these special tokens. Texts that are no tokens count for nothing."""
+        other = self.fresh()
+        if texts:
+            other._rules = self._rules.showing(frozenset(filter(None, map(self._tokenizer.token_to_id, texts))))
         return other
 
     def copy(self) -> Detokenizer:

@@ -8,18 +8,29 @@ as `json.dumps(value, ensure_ascii=False)` does: ", " and ": ", and escapes only
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from grammar.counted import count_characters
 from grammar.limits import GrammarLimits
+from grammar.pattern import PatternRefused
 from grammar.schemas.context import Context, json_pointer
-from grammar.schemas.cost import counting_milliseconds, estimated_milliseconds
+from grammar.schemas.cost import counting_milliseconds, estimated_milliseconds, pattern_milliseconds
 from grammar.schemas.walk import prepare
 from grammar.tools import GrammarRefused
 
 ToEbnf = Callable[[dict[str, Any] | bool], str]
+
+UNWRITABLE = "\U0010ffff"
+"""A character that is none (Unicode 16, section 23.7). Special tokens are written with it, and no free text may hold it."""
+
+MAX_REPEATED = 128
+"""Counted repetition up to which a source counts as cheap."""
+
+PYTHON_CALL = "python_call"
+"""A style of json_schema that XGrammar does not know: keyword arguments of a call in Python."""
 
 MAX_DEPTH = 64
 """Formats nested in formats; real ones have fewer than ten."""
@@ -77,11 +88,25 @@ class _Reader:
         if not isinstance(node, dict):
             return node
         kind = node.get("type")
-        if kind in ("grammar", "regex", "qwen_xml_parameter", "repeat") or node.get("style", "json") != "json":
-            self.milliseconds = float("inf")
-        elif kind == "json_schema":
+        if kind == "json_schema" and node.get("style", "json") in ("json", PYTHON_CALL):
             return self._schema(node, path)
+        if kind == "regex" and isinstance(node.get("pattern"), str):
+            self.milliseconds += self._regex(node["pattern"], path)
+        elif kind in ("grammar", "regex", "qwen_xml_parameter") or "style" in node or _is_long_repeat(node):
+            self.milliseconds = float("inf")
         return {key: self.read(child, (*path, key)) if isinstance(child, dict | list) else child for key, child in node.items()}
+
+    def _regex(self, pattern: str, path: tuple[str | int, ...]) -> float:
+        """Milliseconds for a pattern of a format or of a caller."""
+        if len(pattern) > self._limits.max_pattern_length:
+            most = self._limits.max_pattern_length
+            raise GrammarRefused(
+                f"The pattern has {len(pattern)} characters; at most {most} are allowed.", pointer=json_pointer(path)
+            )
+        try:
+            return pattern_milliseconds(pattern)
+        except PatternRefused:
+            return float("inf")  # XGrammar knows more of patterns outside of JSON than examine_pattern does
 
     def _schema(self, node: dict[str, Any], path: tuple[str | int, ...]) -> dict[str, Any]:
         schema = node.get("json_schema")
@@ -102,16 +127,64 @@ class _Reader:
         return node
 
 
-def lower(parsed: Parsed, to_ebnf: ToEbnf) -> str:
-    """The JSON text to compile. `to_ebnf` raises GrammarRefused or RuntimeError for a schema it cannot translate."""
+def _is_long_repeat(node: dict[str, Any]) -> bool:
+    return node.get("type") == "repeat" and not (isinstance(node.get("max"), int) and 0 <= node["max"] <= MAX_REPEATED)
+
+
+def lower(parsed: Parsed, to_ebnf: ToEbnf, specials: Mapping[str, int]) -> str:
+    """The JSON text to compile. `to_ebnf` raises GrammarRefused or RuntimeError for a schema it cannot translate. `specials`:
+    ids of the special tokens, which a `token` names by their written form."""
+    _bind(parsed.tag["format"], specials)
     for node, tool in parsed.schemas:
         try:
             ebnf = to_ebnf(node["json_schema"])
         except RuntimeError as error:
             raise GrammarRefused(_sentence(error, tool), tool=tool, pointer="") from error
+        ebnf = one_spelling(ebnf)
+        if node.get("style") == PYTHON_CALL:
+            ebnf = in_python(ebnf)
         node.clear()
-        node.update(type="grammar", grammar=one_spelling(ebnf))
+        node.update(type="grammar", grammar=ebnf)
     return json.dumps(parsed.tag, ensure_ascii=False)
+
+
+_ROOT = re.compile(r"^root(?:_part_\d+)? ::= .*$", re.MULTILINE)
+_KEY = re.compile(r'"\\"(\w+)\\"" ": "')
+
+
+def in_python(ebnf: str) -> str:
+    """The EBNF of a JSON object as that of a call's keyword arguments: `(city="Paris", days=3, now=True)`.
+
+    Strings stay as JSON writes them, which Python reads too.
+    """
+
+    def root(match: re.Match[str]) -> str:
+        line = _KEY.sub(lambda key: f'"{key[1]}="', match[0])
+        return line.replace('"{"', '"("').replace('"}"', '")"')
+
+    for word, python in (("true", "True"), ("false", "False"), ("null", "None")):
+        ebnf = ebnf.replace(f'"{word}"', f'"{python}"')
+    return _ROOT.sub(root, ebnf)
+
+
+def _bind(node: Any, specials: Mapping[str, int]) -> None:
+    """Names of special tokens become ids, and free text leaves out what stands for special tokens (see UNWRITABLE)."""
+    if isinstance(node, list):
+        for child in node:
+            _bind(child, specials)
+    if not isinstance(node, dict):
+        return
+    kind = node.get("type")
+    if kind == "token" and isinstance(node.get("token"), str):
+        token_id = specials.get(node["token"])
+        if token_id is None:
+            raise GrammarRefused(f"The grammar names the special token {node['token']!r}, which this tokenizer does not have.")
+        node["token"] = token_id
+    elif kind in ("any_text", "dispatch", "triggered_tags"):
+        node["excludes"] = [*node.get("excludes", ()), UNWRITABLE]
+    for key, child in node.items():
+        if isinstance(child, dict | list) and key != "json_schema":
+            _bind(child, specials)
 
 
 def one_spelling(ebnf: str) -> str:

@@ -40,7 +40,7 @@ class _Forker:
         self._limits = setup.limits
         self._stdin = stdin
         self._stdout = stdout
-        self._info = tokenizer_info(setup.tokenizer_json, setup.vocab_size, setup.stop_token_ids)
+        self._tokens = tokenizer_info(setup.tokenizer_json, setup.vocab_size, setup.stop_token_ids)
         self._selector = selectors.DefaultSelector()
         self._selector.register(stdin, selectors.EVENT_READ)
         self._children: dict[int, _Child] = {}
@@ -87,7 +87,7 @@ class _Forker:
         try:
             limit = _address_space() + self._limits.probe_memory_bytes
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-            raw_compile(source, self._info, self._limits)
+            raw_compile(source, self._tokens, self._limits)
             said = b"ok"
         except MemoryError:
             said = _TOO_MUCH_MEMORY.encode()

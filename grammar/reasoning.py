@@ -23,6 +23,11 @@ class ReasoningSplitter:
         self._fresh = True  # nothing but white space came since the region's begin
         self._held = ""
 
+    @property
+    def reasoning(self) -> bool:
+        """Whether what comes next is reasoning, as far as is known."""
+        return self._state == "inside"
+
     def feed(self, text: str) -> list[Delta]:
         if self._state == "through":
             return self._inner.feed(text)

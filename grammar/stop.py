@@ -80,11 +80,12 @@ class _Automaton:
 class StopMatcher:
     """Cuts a stream of text before the first stop string.
 
-    stops: non-empty texts. exempt: (begin text, end text) of regions where stop strings do not fire. Memory is bounded by
-    their lengths: no more text is held back than the longest stop string and the longest begin text have together.
+    stops: non-empty texts. exempt: (begin text, end text) of regions where stop strings do not fire. after: the text begins in
+    such a region, which ends with this ("": it does not). Memory is bounded by their lengths: no more text is held back than
+    the longest stop string and the longest begin text have together.
     """
 
-    def __init__(self, stops: Sequence[str], exempt: Sequence[tuple[str, str]] = ()) -> None:
+    def __init__(self, stops: Sequence[str], exempt: Sequence[tuple[str, str]] = (), after: str = "") -> None:
         if not all(stops) or not all(begin and end for begin, end in exempt):
             raise ValueError("Stop strings and the texts around exempt regions must not be empty.")
         self._stops = _Automaton(stops)
@@ -93,7 +94,8 @@ class StopMatcher:
         for begin, end in exempt:
             ends.setdefault(begin, _Automaton([end]))
         self._ends = ends
-        self._inside: _Automaton | None = None  # the end text waited for; None outside of exempt regions
+        # The end text waited for; None outside of exempt regions.
+        self._inside: _Automaton | None = _Automaton([after]) if after else None
         self._stop_state = self._begin_state = self._end_state = 0
         self._read = 0  # characters read; positions below count from the beginning of the text
         self._held = ""  # what was read and not yet given out; ends at self._read
@@ -202,10 +204,16 @@ class TextStream:
     """
 
     def __init__(
-        self, detokenizer: Detokenizer, stops: Sequence[str], exempt: Sequence[tuple[str, str]] = (), *, min_tokens: int = 0
+        self,
+        detokenizer: Detokenizer,
+        stops: Sequence[str],
+        exempt: Sequence[tuple[str, str]] = (),
+        *,
+        after: str = "",
+        min_tokens: int = 0,
     ) -> None:
         self._detokenizer = detokenizer
-        self._matcher = StopMatcher(stops, exempt)
+        self._matcher = StopMatcher(stops, exempt, after)
         self._unarmed = min_tokens
         self._finished = False
 

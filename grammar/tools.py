@@ -19,13 +19,14 @@ class Tool(msgspec.Struct, frozen=True):
 class ToolChoice(msgspec.Struct, frozen=True):
     """`auto`: text or calls. `required`: at least one call. `named`: exactly one call of `name`. `none`: text only.
 
-    `allowed` restricts auto and required to these names (None: every tool).
+    `allowed` restricts auto and required to these names (None: every tool). `max_calls`: at most so many (None: any number).
     """
 
     mode: Literal["none", "auto", "required", "named"] = "auto"
     name: str | None = None
     allowed: tuple[str, ...] | None = None
     parallel: bool = True
+    max_calls: int | None = None
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):

@@ -48,6 +48,9 @@ class BlockPool:
         self._digests: list[BlockHash | None] = [None] * num_blocks
         self._by_digest: dict[BlockHash, int] = {}
         self._events: list[KVEvent] = []
+        self.generations = [0] * num_blocks
+        """How often each block was handed out with nothing in it: as long as that stays, so does what a full block holds. Other
+        threads may read it."""
         # Referenced blocks that go first once their last user has left them.
         self._superseded: set[int] = set()
 
@@ -89,6 +92,10 @@ class BlockPool:
             found.append(block)
         return found
 
+    def block_of(self, digest: BlockHash) -> int | None:
+        """The block that can be found by `digest`, None if there is none."""
+        return self._by_digest.get(digest)
+
     def unreferenced(self, blocks: Iterable[int]) -> int:
         """How many of `blocks` are cached, so that touching them would lower `num_available`."""
         return sum(self._references[block] == 0 for block in blocks)
@@ -107,6 +114,7 @@ class BlockPool:
                 block = self._policy.pop()
                 evicted.append(self._forget(block))
             self._references[block] = 1
+            self.generations[block] += 1
             blocks.append(block)
         if evicted:
             self._events.append(BlocksRemoved(join_digests(evicted)))

@@ -93,6 +93,12 @@ def _validate_stops(params: SamplingParams) -> None:
     if len(params.stop_exempt) > MAX_EXEMPT_REGIONS:
         message = f"stop_exempt has {len(params.stop_exempt)} regions; at most {MAX_EXEMPT_REGIONS} are allowed; send fewer."
         _refuse("stop_exempt", message)
+    if len(params.stop_after) > MAX_EXEMPT_CHARACTERS:
+        count, most = len(params.stop_after), MAX_EXEMPT_CHARACTERS
+        _refuse("stop_after", f"stop_after has {count} characters; at most {most} are allowed; shorten it.")
+    if len(params.visible_tokens) > MAX_EXEMPT_REGIONS:
+        count, most = len(params.visible_tokens), MAX_EXEMPT_REGIONS
+        _refuse("visible_tokens", f"visible_tokens has {count} tokens; at most {most} are allowed; send fewer.")
     for index, (begin, end) in enumerate(params.stop_exempt):
         for text in (begin, end):
             if not 1 <= len(text) <= MAX_EXEMPT_CHARACTERS:

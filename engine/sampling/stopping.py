@@ -49,7 +49,13 @@ class StopChecker:
         self._generated = 0
         self._stream: TextStream | None = None
         if params.stop and detokenizer is not None:
-            self._stream = TextStream(detokenizer, params.stop, params.stop_exempt, min_tokens=params.min_tokens)
+            self._stream = TextStream(
+                detokenizer.showing(params.visible_tokens),
+                params.stop,
+                params.stop_exempt,
+                after=params.stop_after,
+                min_tokens=params.min_tokens,
+            )
 
     @property
     def generated(self) -> int:

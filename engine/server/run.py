@@ -10,7 +10,7 @@ import signal
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
 
 from aiohttp import web
 
@@ -19,6 +19,9 @@ from engine.server.app import ReplicaApp
 from engine.server.config import ServerConfig
 from engine.server.listen import BACKLOG, Address, Listener, listen
 from engine.thread import EngineThread, EngineThreadConfig
+
+if TYPE_CHECKING:  # ZMQ is loaded only where it is used
+    from engine.server.vllm.publisher import KVEventPublisher
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +120,7 @@ async def _serve(
     core: EngineCore[Any] | None = None
     engine: EngineThread | None = None
     close_tracing: Callable[[], None] | None = None
+    publisher: KVEventPublisher | None = None
     try:
         core = await _first_of(_on_daemon_thread(load), signals.first)
         if core is None:
@@ -130,7 +134,12 @@ async def _serve(
             engine.observers.append(tracing)
             close_tracing = tracing.close
         await engine.start()
-        replica.attach(engine)
+        if config.kv_events is not None:
+            from engine.server.vllm.publisher import KVEventPublisher
+
+            publisher = KVEventPublisher(engine, config.kv_events, config.kv_replay, config.kv_topic)
+            await publisher.start()
+        replica.attach(engine, publisher.book if publisher is not None else None)
         on_ready(Ready(listener.url, core.info.instance, os.getpid()))
         failure = await _first_of(engine.failed(), signals.first)
         if failure is not None:
@@ -142,6 +151,8 @@ async def _serve(
         return EXIT_OK
     finally:
         replica.end_subscriptions()
+        if publisher is not None:
+            await publisher.aclose()
         if engine is not None:
             await engine.close()
         if isinstance(core, Closeable):

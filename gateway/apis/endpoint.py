@@ -30,7 +30,7 @@ from gateway.pipeline import Pipeline
 from gateway.running import RunningTurn
 from gateway.turn import Prompt, Turn, TurnError, TurnRecord
 from gateway.turns.registry import Joined, TurnRegistry, idempotency_key
-from gateway.turns.shared import Begun, Reader, is_refusal
+from gateway.turns.shared import Begun, Reader, SharedTurn, is_refusal
 from gateway.workers.protocol import WorkerInfo
 
 log = logging.getLogger(__name__)
@@ -118,6 +118,20 @@ class TurnEndpoint:
             missed = begun.watched is not None and begun.watched.miss is not None
             await self._pipeline.settle(begun.history, running, final=turn.session.final, missed=missed)
 
+        async def begin(shared: SharedTurn) -> Begun:
+            try:
+                begun = await shared.begun()
+            except TurnError as error:
+                if stream is not None and stream.is_open:
+                    await stream.send(answer.failure(error))
+                    await stream.close()
+                raise
+            outcome.running = begun.running
+            if joined is not None and joined.how is not None:
+                for receipt in outcome.running.receipts:
+                    span.dispatched(receipt, counted=False)
+            return begun
+
         def first_token() -> None:
             outcome.first_token = time.monotonic() - arrival.monotonic
             span.first_token()
@@ -139,13 +153,12 @@ class TurnEndpoint:
                 answer.adopt(joined.answer)
                 span.attached(joined.how, joined.first)
             try:
-                begun = await joined.reader.shared.begun()
-                outcome.running = begun.running
-                if joined.how is not None:
-                    for receipt in outcome.running.receipts:
-                        span.dispatched(receipt, counted=False)
+                shared = joined.reader.shared
                 if turn.stream:
                     stream = EventStream(arrival.request, write_timeout=self._http.write_timeout)
+                    await self._keep_waiting(stream, arrival, turn, joined)
+                begun = await begin(shared)
+                if stream is not None:
                     response = stream.response
                     failure = await self._stream(stream, arrival, turn, joined, begun, answer, first_token)
                 else:
@@ -156,7 +169,11 @@ class TurnEndpoint:
             # Hanging up after the last event is how a satisfied client leaves; it is not the turn's failure.
             satisfied = stream is not None and stream.delivered and isinstance(error, ClientGoneError | asyncio.CancelledError)
             failure = None if satisfied else error
-            if not isinstance(error, ClientGoneError) or response is None:
+            response = stream.response if stream is not None else None
+            told = isinstance(error, ClientGoneError) or (
+                isinstance(error, TurnError) and stream is not None and stream.is_open
+            )
+            if not told or response is None:
                 raise
         finally:
             if failure is None and outcome.running is not None:
@@ -218,6 +235,18 @@ class TurnEndpoint:
             **warning_header(turn.warnings),
         }
 
+    async def _keep_waiting(self, stream: EventStream, arrival: Arrival, turn: Turn, joined: Joined) -> None:
+        """Waits until the turn is on its workers, or never will be. A client that has waited for long gets headers, which
+        cannot say where the turn goes, and comments: what goes wrong from then on is told in the stream."""
+        shared, interval = joined.reader.shared, self._http.ping_interval
+        if await shared.wait_begun(self._http.headers_within):
+            return
+        known = {**session_headers(turn.session), **attached_header(joined.how, joined.first), **warning_header(turn.warnings)}
+        await stream.open({REQUEST_ID: arrival.request_id, **known})
+        await stream.send(PING)
+        while not await shared.wait_begun(max(0.0, interval - stream.idle)):
+            await stream.send(PING)
+
     async def _stream(
         self,
         stream: EventStream,
@@ -231,8 +260,9 @@ class TurnEndpoint:
         """Returns the error that the stream ended with. Raises TurnError while nothing was sent, ClientGoneError."""
         # The headers can say what was cached once the prompts have left their queues; but they do not wait for ever.
         running = begun.running
-        started = await joined.reader.shared.wait_started(self._http.headers_within)
-        await stream.open(self._headers(arrival, turn, joined, begun, started=started))
+        if not stream.is_open:
+            started = await joined.reader.shared.wait_started(self._http.headers_within)
+            await stream.open(self._headers(arrival, turn, joined, begun, started=started))
         await stream.send(answer.opening(running))
         failure: TurnError | None = None
         try:

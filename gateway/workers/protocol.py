@@ -37,8 +37,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     `max_tokens` None: as many as the context holds. `top_k` 0: off. `logprobs` None: none; 0: the chosen token's only;
     k: the k most likely beside it. `seed` None: the replica draws one. `stop` strings do not fire inside `stop_exempt`
-    regions, given as (begin text, end text). Penalties act as documented by OpenAI (presence, frequency: generated tokens)
-    and by the CTRL paper (repetition: prompt and generated tokens).
+    regions, given as (begin text, end text), nor before the text `stop_after` has come ("" for none). `visible_tokens`:
+    special tokens that count as text where stop strings are looked for. Penalties act as documented by OpenAI (presence,
+    frequency: generated tokens) and by the CTRL paper (repetition: prompt and generated tokens).
     """
 
     max_tokens: int | None = None
@@ -57,6 +58,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     stop_exempt: tuple[tuple[str, str], ...] = ()
+    stop_after: str = ""
+    visible_tokens: tuple[str, ...] = ()
     ignore_eos: bool = False
 
 
@@ -292,9 +295,27 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     startup: StartupSeconds | None = None
 
 
+class TierStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A tier below the device. What it holds, and `stored`, `evicted` and `healed` (damaged blocks thrown away), are of all
+    who share it; the rest is this worker's: prompt tokens loaded from it, errors, seconds that a block takes, measured."""
+
+    name: str
+    blocks: int
+    used_bytes: int
+    max_bytes: int
+    stored_blocks_total: int = 0
+    evicted_blocks_total: int = 0
+    healed_blocks_total: int = 0
+    hit_tokens_total: int = 0
+    errors_total: int = 0
+    seconds_per_block: float = 0.0
+
+
 class WorkerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Load and totals. Blocks: free + cached + referenced = num_blocks; free ones hold nothing, cached ones hold KV that
-    nobody uses right now and can be evicted. Totals count from the start of the instance.
+    nobody uses right now and can be evicted. Totals count from the start of the instance. `draining`: it shuts down, finishes
+    what it has and takes nothing new. `loading`: sequences whose blocks are on their way from a tier; they count neither as
+    running nor as waiting.
     """
 
     instance: str
@@ -313,3 +334,6 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     aborted_total: int
     prefill_tokens_per_second: float = 0.0
     decode_tokens_per_second: float = 0.0
+    draining: bool = False
+    loading: int = 0
+    tiers: tuple[TierStats, ...] = ()

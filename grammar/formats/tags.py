@@ -8,6 +8,7 @@ from typing import Any
 
 from grammar.limits import GrammarLimits
 from grammar.schema import prepare_parameters, prepare_schema
+from grammar.thinking import Thinking
 from grammar.tools import GrammarRefused, ResponseFormat, Tool, ToolChoice
 
 Tag = dict[str, Any]
@@ -40,15 +41,56 @@ def tag(begin: str, content: Tag, end: str) -> Tag:
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
-def tags_between(elements: Sequence[Tag], *, separator: str, only_one: bool) -> Tag:
-    """One or more of these `tag`s (or exactly one), with the separator between them and nothing else."""
+def tags_between(elements: Sequence[Tag], *, separator: str, most: int | None) -> Tag:
+    """One to `most` of these `tag`s (None: any number), with the separator between them and nothing else."""
+    if most is not None and most > 1:
+        further = {"type": "sequence", "elements": [text(separator), one_of(elements)]} if separator else one_of(elements)
+        return sequence(one_of(elements), repeated(further, most - 1))
     return {
         "type": "tags_with_separator",
         "tags": list(elements),
         "separator": separator,
         "at_least_one": True,
-        "stop_after_first": only_one,
+        "stop_after_first": most == 1,
     }
+
+
+def repeated(content: Tag, most: int | None) -> Tag:
+    """Nothing, or up to `most` times (None: any number)."""
+    return (
+        {"type": "repeat", "min": 0, "max": most, "content": content}
+        if most is not None
+        else {"type": "star", "content": content}
+    )
+
+
+def optional(content: Tag) -> Tag:
+    """It or nothing."""
+    return {"type": "optional", "content": content}
+
+
+def regex(pattern: str) -> Tag:
+    """Text that the whole of a pattern matches, in XGrammar's syntax."""
+    return {"type": "regex", "pattern": pattern}
+
+
+def text_not_beginning(prefix: str) -> Tag:
+    """Any text but one that begins with white space (or none) and then `prefix`."""
+    pattern = ""
+    for position in range(len(prefix) - 1, -1, -1):
+        char = prefix[position]
+        excluded = f"{_in_class(char)}\\s" if position == 0 else _in_class(char)
+        further = f"|{_escaped(char)}{pattern}" if position + 1 < len(prefix) else ""
+        pattern = f"(?:[^{excluded}][\\s\\S]*{further})?"
+    return regex(f"\\s*{pattern}")
+
+
+def _escaped(char: str) -> str:
+    return "\\" + char if char in "\\.^$*+?()[]{}|/" else char
+
+
+def _in_class(char: str) -> str:
+    return "\\" + char if char in "\\]^-[" else char
 
 
 def text_without(*excluded: str) -> Tag:
@@ -56,27 +98,61 @@ def text_without(*excluded: str) -> Tag:
     return {"type": "any_text", "excludes": list(excluded)}
 
 
-def text_until(trigger: str, then: Tag) -> Tag:
-    """Any text; once the trigger is written, `then` must follow and ends it."""
-    return {"type": "dispatch", "rules": [[trigger, then]], "loop": False, "excludes": []}
+def text_until(trigger: str, then: Tag, *, excludes: Sequence[str] = ()) -> Tag:
+    """Any text without `excludes`; once the trigger is written, `then` must follow and ends it."""
+    return {"type": "dispatch", "rules": [[trigger, then]], "loop": False, "excludes": list(excludes)}
 
 
-def arguments_of(tool: Tool, limits: GrammarLimits) -> Tag:
-    """A JSON object valid for a tool's parameters. The schema's title names the tool, for errors found while compiling."""
-    schema = prepare_parameters(tool.name, tool.parameters, limits)
-    return {"type": "json_schema", "json_schema": {"title": tool.name, **schema}}
+def after_thinking(thinking: Thinking | None, content: Tag) -> Tag:
+    """What may be reasoned before, up to its budget, and then the content."""
+    if thinking is None or thinking.tags is None:
+        return content
+    begin, end = thinking.tags.begin, thinking.tags.end
+    inner = text_without(*thinking.words)
+    if thinking.budget is not None:
+        inner["max_tokens"] = thinking.budget
+    after = [text(thinking.tags.after)] if thinking.tags.after else []
+    if thinking.tags.special:
+        region = [inner, {"type": "token", "token": end}, *after]
+        opening: Tag = {"type": "token", "token": begin}
+    else:
+        region = [tag("", inner, end), *after]
+        opening = text(begin)
+    if thinking.state == "open":
+        return sequence(*region, content)
+    return sequence(optional(sequence(opening, *region)), content)
 
 
-def answer_in(response_format: ResponseFormat, limits: GrammarLimits) -> Tag | None:
-    """The JSON an answer must be, or None for free text."""
-    if response_format.kind == "text":
-        return None
-    if response_format.kind == "json_object":
-        return {"type": "json_schema", "json_schema": {"type": "object", "additionalProperties": True}}
-    schema = response_format.schema
-    if schema is None:
-        raise GrammarRefused("A response format of kind json_schema needs a schema.", pointer="")
-    return {"type": "json_schema", "json_schema": prepare_schema(schema, limits)}
+class Schemas:
+    """Turns the schemas of one request into tags."""
+
+    def __init__(self, limits: GrammarLimits) -> None:
+        self.limits = limits
+        self.unenforced: dict[str | None, set[str]] = {}
+
+    def note(self, tool: str | None, *keywords: str) -> None:
+        """The grammar does not hold these keywords of a tool's parameters (None: of the answer)."""
+        self.unenforced.setdefault(tool, set()).update(keywords)
+
+    def parameters(self, tool: Tool) -> dict[str, Any]:
+        """The prepared schema of a tool's arguments. Its title names the tool, for errors found while compiling."""
+        return {"title": tool.name, **prepare_parameters(tool.name, tool.parameters, self.limits)}
+
+    def arguments(self, tool: Tool) -> Tag:
+        """A JSON object valid for a tool's parameters."""
+        return {"type": "json_schema", "json_schema": self.parameters(tool)}
+
+    def answer(self, response_format: ResponseFormat) -> Tag | None:
+        """What an answer must be, or None for free text."""
+        match response_format.kind:
+            case "text":
+                return None
+            case "json_object":
+                return {"type": "json_schema", "json_schema": {"type": "object", "additionalProperties": True}}
+        schema = response_format.schema
+        if schema is None:
+            raise GrammarRefused("A response format of kind json_schema needs a schema.", pointer="")
+        return {"type": "json_schema", "json_schema": prepare_schema(schema, self.limits)}
 
 
 def check_tools(tools: Sequence[Tool], limits: GrammarLimits) -> None:

@@ -58,9 +58,9 @@ def _own(node: dict[str, Any]) -> float:
         characters = sum(len(value) if isinstance(value, str) else 8 for value in values)
         cost += len(values) / 30 + (characters / 1000) ** 2 / 4
     if "pattern" in node:
-        cost += _pattern(node["pattern"])
+        cost += pattern_milliseconds(node["pattern"])
     for pattern in node.get("patternProperties", ()):
-        cost += _pattern(pattern)
+        cost += pattern_milliseconds(pattern)
     if "minLength" in node or "maxLength" in node or "format" in node:
         cost += 2.0
     if any(key.endswith("imum") for key in node):
@@ -78,6 +78,7 @@ def _own(node: dict[str, Any]) -> float:
     return cost
 
 
-def _pattern(pattern: str) -> float:
+def pattern_milliseconds(pattern: str) -> float:
+    """The cost of one pattern. Raises PatternRefused."""
     size = examine_pattern(pattern).size
     return 1.0 + 12.0 * min(size, 128) + size**2 / 1000

@@ -594,11 +594,11 @@ def test_one_source_is_compiled_once_for_all_threads(tokenizer_json, monkeypatch
     started, release, lowered = threading.Event(), threading.Event(), []
     lower = compiler_module.lower
 
-    def slow_lower(parsed_source, to_ebnf):
+    def slow_lower(parsed_source, *rest):
         lowered.append(parsed_source)
         started.set()
         assert release.wait(20)
-        return lower(parsed_source, to_ebnf)
+        return lower(parsed_source, *rest)
 
     monkeypatch.setattr(compiler_module, "lower", slow_lower)
     answers = []

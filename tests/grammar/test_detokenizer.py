@@ -252,3 +252,13 @@ def test_real_tokenizer(smollm2_dir):
         assert one.feed([token_id]) + one.finish() == tokenizer.decode([token_id], skip_special_tokens=False)
     ids = tokenizer.encode(" ".join(TEXTS) * 3).ids
     assert "".join(streamed(detokenizer, [[token_id] for token_id in ids])) == tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def test_special_tokens_that_are_shown_have_text_and_the_others_none(smollm2_dir):
+    tokenizer = Tokenizer.from_file(str(smollm2_dir / "tokenizer.json"))
+    hidden = Detokenizer(tokenizer)
+    ids = tokenizer.encode("<|im_start|>a<file_sep>b<|im_end|>").ids
+    shown = hidden.showing(["<file_sep>", "no token"])
+    assert shown.feed(ids) + shown.finish() == "a<file_sep>b"
+    assert hidden.fresh().feed(ids) == hidden.showing([]).feed(ids) == "ab"
+    assert hidden.showing(["<file_sep>"]).fresh().feed(ids) == "a<file_sep>b"

@@ -222,3 +222,12 @@ def test_a_stop_string_across_tokens_of_half_characters():
 def test_neither_module_imports_torch():
     code = "import sys, grammar.stop, grammar.detokenizer; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_nothing_fires_before_the_text_that_reasoning_ends_with():
+    for cut in range(20):
+        text = "a STOP b</think>c STOP d"
+        matcher = StopMatcher(["STOP"], [("<x>", "</x>")], after="</think>")
+        given = matcher.feed(text[:cut])[0] + matcher.feed(text[cut:])[0]
+        assert given == "a STOP b</think>c "
+        assert matcher.matched == "STOP"

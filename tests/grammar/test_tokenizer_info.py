@@ -17,17 +17,25 @@ def tokenizer(smollm2_dir):
 
 @pytest.mark.parametrize("vocab_size", [49_152, 49_216])
 def test_the_vocabulary_is_the_one_xgrammar_reads(smollm2_dir, tokenizer, vocab_size):
-    ours = tokenizer_info(smollm2_dir / "tokenizer.json", vocab_size, [2, 0])
+    tokens = tokenizer_info(smollm2_dir / "tokenizer.json", vocab_size, [2, 0])
+    ours = tokens.info
     theirs = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=[2, 0])
     assert ours.vocab_size == theirs.vocab_size == vocab_size
-    assert ours.vocab_type == theirs.vocab_type == xgrammar.VocabType.BYTE_LEVEL
+    assert theirs.vocab_type == xgrammar.VocabType.BYTE_LEVEL
+    assert ours.vocab_type == xgrammar.VocabType.RAW  # the same bytes, decoded already
     assert ours.add_prefix_space == theirs.add_prefix_space
     assert ours.stop_token_ids == theirs.stop_token_ids == [0, 2]
     special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
     differing = {i for i, (a, b) in enumerate(zip(ours.decoded_vocab, theirs.decoded_vocab, strict=True)) if a != b}
-    assert differing == special - {0, 2}
-    assert all(ours.decoded_vocab[i] == b"" for i in differing)
-    assert set(theirs.special_token_ids) <= set(ours.special_token_ids)
+    assert differing == special - {0, 2} == set(tokens.specials.values())
+    for token_id in differing:  # no text can hold them
+        with pytest.raises(UnicodeDecodeError):
+            ours.decoded_vocab[token_id].decode()
+    assert {
+        name: token.content
+        for name, token in zip(tokens.specials, map(tokenizer.added_tokens_decoder.get, tokens.specials.values()), strict=True)
+    } == {name: name for name in tokens.specials}
+    assert set(theirs.special_token_ids) - set(tokens.specials.values()) <= set(ours.special_token_ids)
 
 
 def test_added_tokens_that_are_not_special_keep_their_text(tiny_checkpoint, tmp_path):

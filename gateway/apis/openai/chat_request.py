@@ -10,10 +10,12 @@ import msgspec
 
 from gateway.apis.bodies import fit, unknown_fields
 from gateway.apis.openai.messages import Message, normalise
+from gateway.apis.openai.reasoning import ReasoningWish, parse_reasoning
 from gateway.apis.openai.sampling import INT32_MAX, SamplingFields, bad_field, sampling_params
 from gateway.apis.openai.tools import parse_response_format, parse_tool_choice, parse_tools
 from gateway.models import ServedModel
 from gateway.rendering import RESERVED_VARIABLES
+from gateway.thinking import exempt_while, shown_while
 from gateway.turn import SessionRef, Turn
 from sessions.identity import scoped_salt
 
@@ -36,6 +38,10 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     structured_outputs: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    reasoning: Any = None
+    thinking: Any = None
+    thinking_budget: int | None = None
+    thinking_token_budget: int | None = None
     # Taken and without effect here.
     store: Any = None
     verbosity: Any = None
@@ -70,7 +76,16 @@ def parse_chat(
     if fields.top_logprobs is not None and fields.top_logprobs > 0 and not fields.logprobs:
         raise bad_field("top_logprobs", "it needs logprobs to be true")
     by_new_name = fields.max_completion_tokens is not None
-    calls_possible = bool(tools) and choice.mode != "none"
+    wish = parse_reasoning(
+        fields.reasoning_effort,
+        fields.thinking,
+        fields.reasoning,
+        {"thinking_budget": fields.thinking_budget, "thinking_token_budget": fields.thinking_token_budget},
+    )
+    template_kwargs = _template_kwargs(fields, wish)
+    thinking = model.thinking(messages, bool(tools), template_kwargs, wish.budget_for)
+    regions = model.tool_format.exempt_regions
+    marked = (bool(tools) and choice.mode != "none") or model.tool_format.owns_reasoning
     sampling = sampling_params(
         fields,
         max_tokens=fields.max_completion_tokens if by_new_name else fields.max_tokens,
@@ -79,7 +94,9 @@ def parse_chat(
         max_choices=max_choices,
         vocab_size=model.tokenizer.size,
         defaults=model.tokenizer.files.sampling_defaults,
-        stop_exempt=model.tool_format.exempt_regions if calls_possible else (),
+        stop_exempt=(*(regions if marked else ()), *exempt_while(thinking)),
+        stop_after=thinking.tags.end if thinking is not None and thinking.tags and thinking.state == "open" else "",
+        visible_tokens=(*(model.tool_format.visible_tokens if marked else ()), *shown_while(thinking)),
     )
     turn = Turn(
         request_id=request_id,
@@ -93,7 +110,8 @@ def parse_chat(
         stream=bool(fields.stream),
         priority=fields.priority or 0,
         cache_salt=scoped_salt(session.tenant, fields.cache_salt),
-        template_kwargs=_template_kwargs(fields),
+        template_kwargs=template_kwargs,
+        thinking=thinking,
         warnings=tuple(warnings),
     )
     options = ChatOptions(
@@ -104,11 +122,13 @@ def parse_chat(
     return turn, options
 
 
-def _template_kwargs(fields: ChatRequest) -> Mapping[str, Any]:
+def _template_kwargs(fields: ChatRequest, wish: ReasoningWish) -> Mapping[str, Any]:
     given = fields.chat_template_kwargs or {}
     for name in given:
         if name in RESERVED_VARIABLES:
             raise bad_field(f"chat_template_kwargs.{name}", "the request's own fields say this; leave it out here")
-    if fields.reasoning_effort is not None:
-        return {"reasoning_effort": fields.reasoning_effort, **given}
+    if wish.off:
+        return {"enable_thinking": False, "thinking": False, **given}  # as Qwen, GLM and DeepSeek call it
+    if wish.effort is not None:
+        return {"reasoning_effort": wish.effort, **given}
     return given

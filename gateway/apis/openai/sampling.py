@@ -75,6 +75,8 @@ def sampling_params(
     vocab_size: int,
     defaults: Mapping[str, float],
     stop_exempt: tuple[tuple[str, str], ...] = (),
+    stop_after: str = "",
+    visible_tokens: tuple[str, ...] = (),
 ) -> SamplingParams:
     """What a worker is told. `defaults`: what the model's authors recommend, for fields the caller leaves open.
 
@@ -107,6 +109,8 @@ def sampling_params(
         stop=_stop_strings(fields.stop),
         stop_token_ids=_stop_token_ids(fields.stop_token_ids, vocab_size),
         stop_exempt=stop_exempt,
+        stop_after=stop_after,
+        visible_tokens=visible_tokens,
         ignore_eos=bool(fields.ignore_eos),
     )
 

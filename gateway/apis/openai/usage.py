@@ -15,6 +15,6 @@ def usage_body(running: RunningTurn) -> dict[str, Any]:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.total_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": running.reasoning_tokens},
         "turnkeep": {"replica": running.workers, "session": session.key, "session_source": session.source},
     }

@@ -161,6 +161,38 @@ async def test_pings_before_the_first_token_and_while_text_is_withheld(tiny_mode
     assert not raw.startswith("id:")
 
 
+@pytest.mark.parametrize("fails", [False, True])
+async def test_pings_before_a_worker_has_it(tiny_model, fails):
+    async with run_gateway(tiny_model, ping_interval=0.05, headers_within=0.05) as gateway:
+        placed = asyncio.Event()
+        dispatch = gateway.dispatcher.dispatch
+
+        async def slow(**kwargs):
+            await placed.wait()
+            return await dispatch(**kwargs)
+
+        gateway.dispatcher.dispatch = slow
+        if fails:
+            gateway.dispatcher.script = Script(error=TurnError(503, "overloaded", "Too much to do.", retry_after=3))
+        async with gateway.post("/v1/chat/completions", {"messages": [{"role": "user"}], "stream": True}) as response:
+            assert response.status == 200
+            assert response.headers["X-Request-ID"]
+            assert "X-Turnkeep-Replica" not in response.headers
+            for _ in range(3):
+                assert await response.content.readuntil(b"\n\n") == b": ping\n\n"
+            placed.set()
+            raw = (await response.read()).decode()
+        events = [orjson.loads(line[6:]) for line in raw.splitlines() if line.startswith("data: {")]
+        if fails:
+            error = {"message": "Too much to do.", "type": "service_unavailable_error", "param": None, "code": "overloaded"}
+            assert events == [{"error": error}]
+        else:
+            assert content(events) == "Hello there"
+            assert raw.endswith("data: [DONE]\n\n")
+        [record] = await gateway.observer.wait(1)
+        assert record.status == (503 if fails else 200)
+
+
 async def test_no_pings_while_there_is_something_to_say(gateway):
     assert all(isinstance(event, dict) for event in (await gateway.chat_events())[:-1])
 
