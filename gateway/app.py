@@ -16,6 +16,7 @@ from gateway.apis.endpoint import TurnEndpoint
 from gateway.apis.headers import KNOWN_AS, REQUEST_ID, request_id
 from gateway.apis.openai.errors import error_body
 from gateway.apis.openai.routes import OpenAIRoutes
+from gateway.apis.routes import RouteRoutes
 from gateway.apis.sessions import SessionRoutes
 from gateway.apis.watching import WatchRoutes
 from gateway.auth import ADMINISTRATION, ApiKeys
@@ -23,6 +24,7 @@ from gateway.config import GatewayConfig
 from gateway.cors import allow_origins, mark
 from gateway.passthrough.endpoint import PassThrough
 from gateway.pipeline import Pipeline
+from gateway.router.receipts import RouteLog
 from gateway.turn import TurnError
 from gateway.turns.registry import TurnRegistry
 
@@ -48,6 +50,7 @@ def make_apps(
     workers: Workers = tuple,
     drain: Drain = lambda name, draining: False,
     passthrough: PassThrough | None = None,
+    routes: RouteLog | None = None,
 ) -> Applications:
     """The applications. Serve them with `gateway.server.HttpServer`, which cancels a handler when its client leaves; the public
     one always, as it owns what both use. Raises ValueError for keys that cannot be used."""
@@ -69,6 +72,8 @@ def make_apps(
         # Administrators look at what tenants see, too.
         WatchRoutes(pipeline, arrivals).add_to(each.router)
         SessionRoutes(pipeline, arrivals).add_to(each.router)
+        if routes is not None:
+            RouteRoutes(routes, arrivals).add_to(each.router)
         _Probes(pipeline, reasons).add_to(each.router)
         admin.add_to(each.router)
     app.on_response_prepare.append(mark)
