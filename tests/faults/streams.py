@@ -66,11 +66,11 @@ class Answer:
         return self.error is None and bool(self.choices) and all(choice.finish for choice in self.choices.values())
 
 
-async def ask(session, url, body, headers=None, on_event=lambda answer: None):
+async def ask(session, url, body, headers=None, on_event=lambda answer: None, pace=0.0):
     """Streams one chat completion to its end. Whatever breaks the rules of a stream fails the test. As SDKs do, it tries again
-    when it is turned away for now (503 with Retry-After, before the first byte)."""
+    when it is turned away for now (503 with Retry-After, before the first byte). `pace`: seconds it takes over each line."""
     for turned_away in range(TRIES):
-        answer, retry_after = await _ask_once(session, url, body, headers, on_event)
+        answer, retry_after = await _ask_once(session, url, body, headers, on_event, pace)
         answer.turned_away = turned_away
         if answer.status != 503 or retry_after is None:
             break
@@ -78,7 +78,7 @@ async def ask(session, url, body, headers=None, on_event=lambda answer: None):
     return answer
 
 
-async def _ask_once(session, url, body, headers, on_event):
+async def _ask_once(session, url, body, headers, on_event, pace):
     answer = Answer()
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     async with session.post(url + "/v1/chat/completions", json=body, headers=headers or {}) as response:
@@ -89,6 +89,8 @@ async def _ask_once(session, url, body, headers, on_event):
         over = False
         async for line in response.content:
             line = line.strip()
+            if pace:
+                await asyncio.sleep(pace)
             if line.startswith(b":"):
                 answer.comments += 1
             if not line.startswith(b"data: "):
