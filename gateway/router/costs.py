@@ -46,9 +46,9 @@ class Candidate(NamedTuple):
     every worker at every decision.
 
     `matched_tokens`: the beginning of this prompt that it holds or soon will. `others`: what those wait who come while it is
-    computed. `recent_work`: what the worker computed lately, decaying (looked at for new sessions only). `whole`: what computing
-    the prompt without any hit would take (for the home only). `idle_rank`: lower for workers not chosen for longer. `requests`:
-    in flight there.
+    computed. `recent_work`: what the worker computed lately, decaying (looked at for new sessions only). `whole`: what
+    computing the prompt without any hit would take (for the home only). `idle_rank`: lower for workers not chosen for longer.
+    `requests`: in flight there.
     """
 
     name: str
