@@ -15,6 +15,7 @@ from gateway.apis.administration import AdminRoutes, Drain, Workers
 from gateway.apis.arrivals import Arrivals
 from gateway.apis.endpoint import TurnEndpoint
 from gateway.apis.headers import KNOWN_AS, LIMITS, REQUEST_ID, request_id
+from gateway.apis.keeping import KeepingRoutes
 from gateway.apis.openai.errors import error_body
 from gateway.apis.openai.routes import OpenAIRoutes
 from gateway.apis.sessions import SessionRoutes
@@ -75,6 +76,7 @@ def make_apps(
     for each in (app, administration):
         # Administrators look at what tenants see, too.
         WatchRoutes(pipeline, arrivals).add_to(each.router)
+        KeepingRoutes(pipeline, arrivals).add_to(each.router)
         SessionRoutes(pipeline, arrivals).add_to(each.router)
         _Probes(pipeline, reasons).add_to(each.router)
         if registration is not None:
