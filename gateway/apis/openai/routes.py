@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
@@ -19,11 +20,11 @@ from gateway.apis.openai.completion_request import parse_completion
 from gateway.apis.openai.sampling import bad_field
 from gateway.apis.openai.tokenizing import detokenize, tokenize
 from gateway.config import HttpConfig
+from gateway.grammars import make_plan
 from gateway.histories.keeper import TurnHistory
 from gateway.models import ServedModel
 from gateway.passthrough.endpoint import PassThrough
 from gateway.pipeline import Pipeline
-from gateway.prompts import structural_tag
 from gateway.turn import Prompt, TurnError
 from gateway.workers.protocol import WorkerInfo
 from prefix_cache.hashing import unpack_tokens
@@ -101,19 +102,19 @@ class OpenAIRoutes:
         prompt_ids: list[list[int]] = []
 
         async def make_prompts(info: WorkerInfo) -> tuple[Sequence[Prompt], None]:
-            grammar = structural_tag(model, turn)
+            plan = make_plan(model, turn)
             prompts = []
             for position, given in enumerate(options.prompts):
                 field = "prompt" if len(options.prompts) == 1 else f"prompt[{position}]"
                 if isinstance(given, str):
                     prompt = await self._pipeline.prompts.from_text(
-                        model, given, info, cache_salt=turn.cache_salt, grammar=grammar, field=field
+                        model, given, info, cache_salt=turn.cache_salt, grammar=plan.source, field=field
                     )
                 else:
                     prompt = self._pipeline.prompts.from_ids(
-                        model, given, info, cache_salt=turn.cache_salt, grammar=grammar, field=field
+                        model, given, info, cache_salt=turn.cache_salt, grammar=plan.source, field=field
                     )
-                prompts.append(prompt)
+                prompts.append(replace(prompt, unenforced=plan.unenforced))
             if options.return_token_ids:
                 prompt_ids.extend(unpack_tokens(prompt.packed_token_ids).tolist() for prompt in prompts)
             return prompts, None
