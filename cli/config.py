@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args, get_origin
 import click
 
 from gateway.access.config import AuthConfig
+from gateway.admission.config import AdmissionConfig
 from gateway.config import HttpConfig, SessionsConfig
 from gateway.dispatch import PoolConfig
 from gateway.router.config import RouterConfig
@@ -84,6 +85,7 @@ PLAIN_SETTINGS: tuple[Setting, ...] = (
 
 GENERATED: Mapping[str, tuple[type[Any], frozenset[str]]] = {
     "http": (HttpConfig, frozenset({"host", "port", "max_body_bytes", "tls_cert", "tls_key"})),
+    "admission": (AdmissionConfig, frozenset()),
     "auth": (AuthConfig, frozenset({"admin_host", "admin_port"})),
     "router": (RouterConfig, frozenset({"policy"})),
     "sessions": (SessionsConfig, frozenset({"ledger"})),

@@ -31,6 +31,7 @@ from cli.model import fetch, own_name
 from cli.serving import ReplicaPlan, RunningGateway, ServePlan, open_gateway
 from engine.checkpoints import DEFAULT_MODEL, CheckpointError, default_cache_dir
 from gateway.access.config import AuthConfig
+from gateway.admission.config import AdmissionConfig
 from gateway.auth import ApiKeys
 from gateway.certificate import TlsError
 from gateway.config import MIB, GatewayConfig, HttpConfig, ModelConfig, SessionsConfig
@@ -257,6 +258,7 @@ def plan_from(options: Mapping[str, Any], engine_table: Mapping[str, Any]) -> Se
             models=models,
             http=http,
             auth=auth,
+            admission=AdmissionConfig(**generated_values("admission", options)),
             session_sources=tuple(options["session_source"]) or DEFAULT_ORDER,
             turns=TurnsConfig(**generated_values("turns", options)),
             misses=MissesConfig(**generated_values("misses", options)),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gateway.admission.gate import make_gate
 from gateway.app import make_apps
 from gateway.config import GatewayConfig
 from gateway.dispatch import PoolConfig, PoolDispatcher
@@ -142,7 +143,7 @@ async def open_gateway(plan: ServePlan, *, forward: Callable[[str, str], None] =
             observers.append(recorder)
         telemetry = Telemetry(plan.telemetry)
         stack.push_async_callback(telemetry.aclose)
-        dispatcher = await stack.enter_async_context(PoolDispatcher(plan.pool, telemetry))
+        dispatcher = await stack.enter_async_context(PoolDispatcher(plan.pool, telemetry, admission=plan.gateway.admission))
 
         def up(replica: ReplicaUp) -> None:
             dispatcher.add_worker(replica.name, replica.url)
@@ -167,7 +168,11 @@ async def open_gateway(plan: ServePlan, *, forward: Callable[[str, str], None] =
         )
         if shared is not None:
             shared.share_gaps(pipeline.watch.gaps.model, plan.gateway.gaps)
-        passthrough = PassThrough(dispatcher, telemetry, plan.gateway.http, plan.pool.max_attempts)
+        gate = make_gate(
+            plan.gateway, telemetry, rooms=dispatcher.rooms, shared_limits=shared.link if shared is not None else None
+        )
+        dispatcher.when_freed(gate.admission.freed)
+        passthrough = PassThrough(dispatcher, telemetry, plan.gateway.http, plan.pool.max_attempts, gate)
         apps = make_apps(
             plan.gateway,
             pipeline,
@@ -175,6 +180,7 @@ async def open_gateway(plan: ServePlan, *, forward: Callable[[str, str], None] =
             workers=dispatcher.workers,
             drain=dispatcher.drain,
             passthrough=passthrough,
+            gate=gate,
         )
         server = HttpServer(apps.public, plan.gateway.http)
         telemetry.watch_connections(server)

@@ -10,10 +10,11 @@ from typing import NamedTuple
 import orjson
 from aiohttp import web
 
+from gateway.admission.gate import Gate, make_gate
 from gateway.apis.administration import AdminRoutes, Drain, Workers
 from gateway.apis.arrivals import Arrivals
 from gateway.apis.endpoint import TurnEndpoint
-from gateway.apis.headers import KNOWN_AS, REQUEST_ID, request_id
+from gateway.apis.headers import KNOWN_AS, LIMITS, REQUEST_ID, request_id
 from gateway.apis.openai.errors import error_body
 from gateway.apis.openai.routes import OpenAIRoutes
 from gateway.apis.sessions import SessionRoutes
@@ -48,23 +49,27 @@ def make_apps(
     workers: Workers = tuple,
     drain: Drain = lambda name, draining: False,
     passthrough: PassThrough | None = None,
+    gate: Gate | None = None,
 ) -> Applications:
     """The applications. Serve them with `gateway.server.HttpServer`, which cancels a handler when its client leaves; the public
-    one always, as it owns what both use. Raises ValueError for keys that cannot be used."""
+    one always, as it owns what both use. `gate`: what lets turns in; without it every turn begins at once.
+    Raises ValueError for keys that cannot be used."""
     # Bodies are bounded while they are read (gateway.apis.bodies), in the caller's dialect.
     app = web.Application(middlewares=[allow_origins(config.http.cors_origins), _answer_errors], client_max_size=0)
     keys = ApiKeys(config.auth)
+    gate = gate if gate is not None else make_gate(config, pipeline.telemetry)
     arrivals = Arrivals(
         config,
         keys,
+        gate.limits,
         pipeline.telemetry.stages,
         keeps_raw=passthrough.takes if passthrough is not None else lambda body: False,
     )
-    endpoint = TurnEndpoint(pipeline, config.http, TurnRegistry(config.turns))
+    endpoint = TurnEndpoint(pipeline, config.http, TurnRegistry(config.turns), gate)
     OpenAIRoutes(pipeline, endpoint, arrivals, config.http, passthrough).add_to(app.router)
     administration = web.Application(middlewares=[_answer_errors], client_max_size=0)
     administration[ADMINISTRATION] = True
-    admin = AdminRoutes(arrivals, keys, pipeline.telemetry, workers, drain)
+    admin = AdminRoutes(arrivals, keys, pipeline.telemetry, workers, drain, gate.admission)
     for each in (app, administration):
         # Administrators look at what tenants see, too.
         WatchRoutes(pipeline, arrivals).add_to(each.router)
@@ -72,8 +77,9 @@ def make_apps(
         _Probes(pipeline, reasons).add_to(each.router)
         admin.add_to(each.router)
     app.on_response_prepare.append(mark)
+    app.on_response_prepare.append(_say_limits)
     app.cleanup_ctx.append(keys.follow)
-    app.on_cleanup.append(_closing(pipeline))
+    app.on_cleanup.append(_closing(pipeline, gate))
     return Applications(app, administration)
 
 
@@ -152,8 +158,13 @@ def _from_aiohttp(request: web.Request, error: web.HTTPException) -> TurnError:
     return TurnError(error.status, "invalid_request", f"{error.reason}.")
 
 
-def _closing(pipeline: Pipeline) -> Callable[[web.Application], Awaitable[None]]:
+async def _say_limits(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers.update(request.get(LIMITS, {}))
+
+
+def _closing(pipeline: Pipeline, gate: Gate) -> Callable[[web.Application], Awaitable[None]]:
     async def close(_app: web.Application) -> None:
+        await gate.aclose()
         pipeline.close()
 
     return close

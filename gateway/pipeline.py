@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -84,9 +84,10 @@ class Pipeline:
         *,
         history: TurnHistory | None = None,
         plain: bool = False,
+        ended: Callable[[Usage], None] = lambda usage: None,
     ) -> RunningTurn:
         """Starts the turn's prompts on workers. `history`: its part in its session. `plain`: the text is never a tool call
-        (completions).
+        (completions). `ended` is told what was used when the RunningTurn is closed; not where this raises.
 
         Raises TurnError. Whoever gets the RunningTurn must close it.
         """
@@ -109,7 +110,7 @@ class Pipeline:
             raise
         decoders = [self._decoder(model, turn, index, plain=plain) for index in range(turn.sampling.n * len(prompts))]
         usage = Usage(prompt_tokens=sum(prompt.num_tokens for prompt in prompts))
-        return RunningTurn(generations, decoders, usage, turn.session if history is None else history.who)
+        return RunningTurn(generations, decoders, usage, turn.session if history is None else history.who, ended)
 
     def residency(self, digests: Sequence[BlockHash]) -> Mapping[str, int]:
         """How many of a prompt's blocks, from the beginning, each worker holds."""

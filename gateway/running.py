@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -42,11 +42,18 @@ class RunningTurn:
     """Generations of one turn (one for each prompt) and the decoders of their choices, numbered prompt by prompt."""
 
     def __init__(
-        self, generations: Sequence[Generation], decoders: Sequence[ChoiceDecoder], usage: Usage, session: SessionRef
+        self,
+        generations: Sequence[Generation],
+        decoders: Sequence[ChoiceDecoder],
+        usage: Usage,
+        session: SessionRef,
+        ended: Callable[[Usage], None] = lambda usage: None,
     ) -> None:
         """`decoders`: as many for each generation, in order. `usage`: with the prompts already counted. `session`: whose turn
-        it is; for one that named none, the session it was recognised as."""
+        it is; for one that named none, the session it was recognised as. `ended` is told what was used when nothing of it runs
+        any more."""
         self.session = session
+        self._ended = ended
         self._generations = tuple(generations)
         self._decoders = tuple(decoders)
         self._per_generation = len(decoders) // len(generations)
@@ -159,8 +166,14 @@ class RunningTurn:
     async def aclose(self) -> None:
         """Ends the generations that still run, at once; idempotent. It comes to its end also when it is cancelled."""
         if self._closing is None:
-            self._closing = asyncio.ensure_future(close_all(self._generations))
+            self._closing = asyncio.ensure_future(self._close())
         await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        try:
+            await close_all(self._generations)
+        finally:
+            self._ended(self.usage)
 
     def _decoder(self, position: int, index: int) -> ChoiceDecoder:
         if not 0 <= index < self._per_generation:

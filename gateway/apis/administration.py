@@ -11,6 +11,7 @@ import msgspec
 import orjson
 from aiohttp import web
 
+from gateway.admission.controller import Admission
 from gateway.apis.arrivals import Arrivals
 from gateway.auth import ApiKeys
 from gateway.telemetry.telemetry import Telemetry
@@ -28,7 +29,16 @@ _LOOK_AGAIN = 0.1
 class AdminRoutes:
     """Every handler begins with `Arrivals.require_admin`; metrics may be open to everybody."""
 
-    def __init__(self, arrivals: Arrivals, keys: ApiKeys, telemetry: Telemetry, workers: Workers, drain: Drain) -> None:
+    def __init__(
+        self,
+        arrivals: Arrivals,
+        keys: ApiKeys,
+        telemetry: Telemetry,
+        workers: Workers,
+        drain: Drain,
+        admission: Admission,
+    ) -> None:
+        self._admission = admission
         self._arrivals = arrivals
         self._keys = keys
         self._telemetry = telemetry
@@ -39,6 +49,7 @@ class AdminRoutes:
         """Registers the endpoints."""
         router.add_get("/metrics", self.metrics)
         router.add_get("/workers", self.workers)
+        router.add_get("/admission", self.admission)
         router.add_post("/workers/{id}/drain", self.drain)
         router.add_delete("/workers/{id}/drain", self.undrain)
 
@@ -54,6 +65,20 @@ class AdminRoutes:
         self._arrivals.require_admin(request)
         data = [_worker(view) for view in self._workers()]
         return web.Response(body=orjson.dumps({"object": "list", "data": data}), content_type="application/json")
+
+    async def admission(self, request: web.Request) -> web.Response:
+        """What waits, by class and by tenant, and what was turned away since the start."""
+        self._arrivals.require_admin(request)
+        admission = self._admission
+        body = {
+            "object": "admission",
+            "in_flight": admission.in_flight,
+            "queued": dict(admission.depths()),
+            "queued_tokens": admission.queued_tokens(),
+            "queued_by_tenant": dict(admission.tenants()),
+            "shed": [{"reason": why, "kind": kind, "count": count} for (why, kind), count in sorted(admission.sheds.items())],
+        }
+        return web.Response(body=orjson.dumps(body), content_type="application/json")
 
     async def drain(self, request: web.Request) -> web.Response:
         """Nothing new goes to the worker; what runs there comes to its end. `?wait=SECONDS`: answers when it has, or then."""

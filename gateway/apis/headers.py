@@ -15,6 +15,8 @@ from sessions.explain.misses import Miss
 REQUEST_ID = "X-Request-ID"
 KNOWN_AS = web.RequestKey("known_as", str)
 """Where the application keeps a request's id while it is served."""
+LIMITS = web.RequestKey("limits", dict[str, str])
+"""Where it keeps the headers that say how much of the key's limits is left."""
 REPLICA = "X-Turnkeep-Replica"
 SESSION = "X-Turnkeep-Session"
 CACHED_TOKENS = "X-Turnkeep-Cached-Tokens"

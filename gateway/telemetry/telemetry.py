@@ -21,6 +21,8 @@ from sessions.shared import SharedSessions
 from sessions.store import StoreStats
 
 if TYPE_CHECKING:
+    from gateway.admission.controller import Admission
+    from gateway.admission.limits import RateLimits
     from gateway.server import HttpServer
     from gateway.telemetry.spans import OpenSpan, Tracing
 
@@ -69,6 +71,12 @@ class TurnSpan:
             }
             self._span.set(placed)
             self._span.event("turnkeep.dispatched", placed)
+
+    def admitted(self, priority: str, waited: float) -> None:
+        """It may go to its worker, after so many seconds in the queue of its class."""
+        self._metrics.admission_wait.labels(priority).observe(waited)
+        if self._span is not None and not self._ended:
+            self._span.set({"turnkeep.admission.priority": priority, "turnkeep.admission.wait": waited})
 
     def attached(self, how: str, first: str) -> None:
         """The request reads along with a turn that request `first` began: still `running`, or `finished` and kept."""
@@ -208,6 +216,10 @@ class Telemetry:
     def watch_pool(self, workers: Callable[[], Sequence[WorkerView]]) -> None:
         """Where the metrics find the workers. Call once."""
         self.metrics.watch_pool(workers)
+
+    def watch_admission(self, admission: Admission, limits: RateLimits) -> None:
+        """Where the metrics find what waits and what was turned away. Call once."""
+        self.metrics.watch_admission(admission, limits)
 
     def watch_connections(self, server: HttpServer) -> None:
         """Where the metrics find the connections. Call once."""
