@@ -196,6 +196,11 @@ def _sim_option(*names: str, **settings: Any) -> Callable[[Callable[..., Any]], 
 )
 @click.option("--kv-replay", default=None, metavar="ADDRESS", help="Replay them there: tcp://*:5558.")
 @click.option("--kv-topic", default="", metavar="TEXT", help="Of those messages.")
+@click.option("--register", multiple=True, metavar="URL", help="Tell this gateway that the replica is there; repeatable.")
+@click.option("--register-token", default=None, metavar="TEXT", help="The gateways' registration token.")
+@click.option("--register-name", default=None, metavar="NAME", help="Unique among a gateway's workers. [default: HOST-PORT]")
+@click.option("--register-ttl", type=click.FloatRange(3, 3600), default=15.0, show_default=True, help="Seconds it holds.")
+@click.option("--advertise", default=None, metavar="URL", help="Where gateways reach it. [default: where it listens]")
 @click.option("--hang-timeout", type=click.FloatRange(1), default=900.0, show_default=True, help="Longest step, seconds.")
 @click.option("--otlp", type=OTLPAddress(), default=None, metavar="URL", help="Send spans there over OTLP/HTTP.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True)
@@ -241,6 +246,18 @@ def command(ctx: click.Context, /, **options: Any) -> None:
 
 
 def _check_combinations(ctx: click.Context, options: dict[str, Any]) -> None:
+    if options["kv_replay"] and not options["kv_events"]:
+        raise click.UsageError("--kv-replay without --kv-events: nothing would be published that could be replayed.")
+    if options["register"]:
+        for gateway in options["register"]:
+            if not gateway.startswith(("http://", "https://")):
+                raise click.UsageError(f"--register takes the URL of a gateway, http://host:port, not {gateway!r}.")
+        if not options["register_token"]:
+            raise click.UsageError("--register needs --register-token (or TURNKEEP_ENGINE_REGISTER_TOKEN).")
+        if not options["advertise"] and not options["uds"] and options["host"] in ("0.0.0.0", "::", ""):
+            raise click.UsageError(
+                f"--register with --host {options['host']} needs --advertise: where gateways reach this replica."
+            )
     if not options["simulate"]:
         for parameter in ctx.command.params:
             if isinstance(parameter, _Simulated) and parameter.name and options[parameter.name] is not None:
@@ -262,6 +279,7 @@ def _check_combinations(ctx: click.Context, options: dict[str, Any]) -> None:
 
 
 def _run(load: Load, address: Address, options: dict[str, Any]) -> int:
+    from engine.server.registration import RegistrationConfig
     from engine.server.run import Ready, serve
     from engine.thread import EngineThreadConfig
 
@@ -284,8 +302,27 @@ def _run(load: Load, address: Address, options: dict[str, Any]) -> int:
         hang_seconds=options["hang_timeout"],
         debug_integrity=options["debug_integrity"],
     )
+    registration = None
+    if options["register"]:
+        registration = RegistrationConfig(
+            gateways=tuple(gateway.rstrip("/") for gateway in options["register"]),
+            token=options["register_token"],
+            url=options["advertise"] or "",
+            name=options["register_name"] or "",
+            ttl=options["register_ttl"],
+        )
     try:
-        return asyncio.run(serve(load, address, config, thread_config, otlp_url=options["otlp"], on_ready=announce))
+        return asyncio.run(
+            serve(
+                load,
+                address,
+                config,
+                thread_config,
+                otlp_url=options["otlp"],
+                registration=registration,
+                on_ready=announce,
+            )
+        )
     except (ListenError, CheckpointError, ConfigError, TierUnavailable) as error:
         click.echo(f"Error: {str(error).rstrip('.')}.", err=True)
         return 1

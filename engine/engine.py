@@ -33,8 +33,17 @@ from engine.request import ForbiddenTokenError, Request, Sequence, Status
 from engine.runner import Runner
 from engine.sampling.sampler import SampledToken, Sampler
 from engine.scheduler import ScheduledSequence, Scheduler, StepPlan
+from engine.session_blocks import SessionBlocks
 from engine.warm_up import warm_up
-from gateway.workers.protocol import PROTOCOL_VERSION, Capabilities, GenerateRequest, StartupSeconds, WorkerInfo, WorkerStats
+from gateway.workers.protocol import (
+    PROTOCOL_VERSION,
+    Capabilities,
+    GenerateRequest,
+    RetentionHint,
+    StartupSeconds,
+    WorkerInfo,
+    WorkerStats,
+)
 from grammar.compiler import GrammarCompiler, allocate_bitmask
 from grammar.detokenizer import Detokenizer
 from offload.config import OffloadConfig
@@ -42,7 +51,9 @@ from offload.stack import open_tiers
 from prefix_cache.block_pool import BlockPool, IntegrityError
 from prefix_cache.events import DEVICE, KVEvent
 from prefix_cache.eviction import EvictionPolicy
+from prefix_cache.expected_use import ExpectedUsePolicy
 from prefix_cache.hashing import BlockHash, namespace_digest
+from prefix_cache.worth import SUPERSEDED
 
 logger = logging.getLogger(__name__)
 
@@ -108,13 +119,14 @@ class Engine:
         )
         name = config.model_name or config.model.name
         self._tiers: Offloading | None = None
-        pool = BlockPool(num_blocks, config.block_size, eviction)
+        pool = BlockPool(num_blocks, config.block_size, eviction or ExpectedUsePolicy(clock))
         if offload is not None and offload.is_on and config.prefix_caching:
             shape = block_shape(layout)
             # What computed a block decides on its last bits, and blocks may outlive this process.
             computed_by = namespace_digest({"namespace": namespace.hex(), "forward": type(forward).__qualname__})
             stack = open_tiers(offload, computed_by, shape, name)
             self._tiers = Offloading(stack, pool, device_blocks(kv), offload, shape, clock)
+        self._sessions = SessionBlocks(pool, self._tiers, clock=clock)
         self._cache = KVCache(pool, caching=config.prefix_caching, keep_filled=self._tiers is not None)
         self._scheduler = Scheduler(
             self._cache,
@@ -235,6 +247,7 @@ class Engine:
         for request in plan.started:
             totals.prompt_tokens += request.prompt_tokens
             totals.cached_tokens += request.cached_tokens
+            self._sessions.began(request.session, request.sequences[0].digests, request.cached_tokens // self.config.block_size)
             output.started(request)
             for sequence, decision in request.ended:
                 output.finished(request, sequence.index, decision)
@@ -286,6 +299,9 @@ class Engine:
             prefill_tokens_per_second=self._meter.prefill.value,
             decode_tokens_per_second=self._meter.decode.value,
             loading=len(self._scheduler.loading),
+            lost_blocks_total=self._sessions.lost_blocks,
+            prefetched_blocks_total=0 if self._tiers is None else self._tiers.prefetched,
+            useless_prefetches_total=0 if self._tiers is None else self._tiers.useless_prefetches,
             tiers=() if self._tiers is None else self._tiers.stats(),
         )
 
@@ -298,7 +314,14 @@ class Engine:
         return {DEVICE: self._cache.pool.snapshot(), **tiers}
 
     def supersede(self, digests: Iterable[BlockHash]) -> int:
+        digests = tuple(digests)
+        if self._tiers is not None:
+            self._tiers.mark(digests, SUPERSEDED)
         return self._cache.pool.supersede(digests)
+
+    def retain(self, hints: Iterable[RetentionHint]) -> None:
+        for hint in hints:
+            self._sessions.told(hint)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless the pool's references are exactly those of the running and loading sequences."""
@@ -422,8 +445,8 @@ class Engine:
         output.finished(request, sequence.index, decision)
         if request.finished:
             del self._requests[request.request_id]
-            if self._tiers is not None:
-                self._tiers.used(request.sequences[0].digests, request.session)
+            if self.config.prefix_caching:
+                self._sessions.ended(request.session, request.sequences[0].digests)
             output.done(request, self._clock())
 
     def _end_over(self, output: StepOutput) -> None:

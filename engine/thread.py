@@ -25,7 +25,7 @@ from engine.cancelling import CancellableCore
 from engine.core import EngineCore, RequestRefused
 from engine.server.stream import RequestStream
 from engine.step_loop import FailurePolicy, News, StepLoop
-from gateway.workers.protocol import Chunk, Done, Failed, GenerateRequest, WorkerInfo, WorkerStats
+from gateway.workers.protocol import Chunk, Done, Failed, GenerateRequest, RetentionHint, WorkerInfo, WorkerStats
 from prefix_cache.event_log import DEFAULT_BATCHES, DEFAULT_BYTES, EventLog
 from prefix_cache.events import KVEvent, Snapshot
 from prefix_cache.hashing import TOKEN_BYTES, BlockHash
@@ -210,6 +210,10 @@ class EngineThread:
     async def supersede(self, digests: Sequence[BlockHash]) -> int:
         """Blocks that will not be asked for again are evicted before all others. Returns how many of them there are."""
         return await self._ask(functools.partial(self._steps.supersede, digests))
+
+    def retain(self, hints: Sequence[RetentionHint]) -> None:
+        """What gateways say of sessions between two turns; takes effect before the next step."""
+        self._steps.post(functools.partial(self._steps.retain, tuple(hints)))
 
     async def check_integrity(self) -> None:
         """Raises prefix_cache.block_pool.IntegrityError when the core's books do not balance between two steps."""
