@@ -19,7 +19,9 @@ from typing import Any, Literal, get_args, get_origin
 import click
 
 from gateway.access.config import AuthConfig
+from gateway.admission.config import AdmissionConfig
 from gateway.config import HttpConfig, SessionsConfig
+from gateway.discovery.fleet import FleetConfig
 from gateway.dispatch import PoolConfig
 from gateway.router.config import RouterConfig
 from gateway.telemetry.config import TelemetryConfig
@@ -61,6 +63,8 @@ PLAIN_SETTINGS: tuple[Setting, ...] = (
     Setting("cache_dir", "cache_dir", "string"),
     Setting("replicas", "replicas", "integer"),
     Setting("workers", "worker", "strings"),
+    Setting("workers_file", "workers_file", "string"),
+    Setting("registration_token", "registration_token", "string"),
     Setting("log_level", "log_level", "string"),
     Setting("record", "record", "string"),
     Setting("http.host", "host", "string"),
@@ -77,6 +81,7 @@ PLAIN_SETTINGS: tuple[Setting, ...] = (
     Setting("sessions.ledger", "ledger", "boolean"),
     Setting("redis.url", "redis", "string"),
     Setting("router.policy", "policy", "string"),
+    Setting("router.shadow_policy", "shadow_policy", "string"),
     Setting("telemetry.otlp", "otlp", "string"),
     Setting("telemetry.otlp_headers", "otlp_header", "strings"),
 )
@@ -84,10 +89,12 @@ PLAIN_SETTINGS: tuple[Setting, ...] = (
 
 GENERATED: Mapping[str, tuple[type[Any], frozenset[str]]] = {
     "http": (HttpConfig, frozenset({"host", "port", "max_body_bytes", "tls_cert", "tls_key"})),
+    "admission": (AdmissionConfig, frozenset()),
     "auth": (AuthConfig, frozenset({"admin_host", "admin_port"})),
-    "router": (RouterConfig, frozenset({"policy"})),
+    "router": (RouterConfig, frozenset({"policy", "shadow_policy"})),
     "sessions": (SessionsConfig, frozenset({"ledger"})),
     "pool": (PoolConfig, frozenset({"models", "aliases", "router"})),
+    "discovery": (FleetConfig, frozenset()),
     "turns": (TurnsConfig, frozenset()),
     "misses": (MissesConfig, frozenset()),
     "gaps": (GapConfig, frozenset()),

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +23,9 @@ from engine.core import EngineCore
 from engine.quantization.names import QUANTIZATIONS
 from engine.server.config import ServerConfig
 from engine.server.listen import Address, ListenError, TCPAddress, UnixAddress
+from offload.codecs import CODECS
+from offload.config import OffloadConfig
+from offload.errors import TierUnavailable
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -141,6 +144,35 @@ def _sim_option(*names: str, **settings: Any) -> Callable[[Callable[..., Any]], 
     "--kv-memory", type=MemorySize(), default=None, help="For KV blocks: bytes (8GiB) or a share of what is free (50%)."
 )
 @click.option("--num-blocks", type=click.IntRange(1), default=None, help="KV blocks, instead of --kv-memory.")
+@click.option(
+    "--host-kv-bytes",
+    type=MemorySize(),
+    default=None,
+    help="Shared memory for KV blocks that the pool gives up, for all replicas of the model on this machine together (8GiB).",
+)
+@click.option(
+    "--disk-kv-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=None,
+    help="Keep KV blocks in this directory too; they outlive the replica.",
+)
+@click.option("--disk-kv-bytes", type=MemorySize(), default=None, help="What this model's blocks may take there. [8GiB]")
+@click.option("--disk-kv-min-free", type=MemorySize(), default=None, help="What is left free on that file system. [1GiB]")
+@click.option(
+    "--kv-codec",
+    type=click.Choice(CODECS),
+    default="raw",
+    show_default=True,
+    help="How blocks are kept there: as they are, or in 8 bits, at some loss of precision.",
+)
+@click.option("--disk-kv-compress", is_flag=True, help="zstd around what is kept on disk.")
+@click.option(
+    "--kv-load",
+    type=click.Choice(["faster", "always"]),
+    default="faster",
+    show_default=True,
+    help="Load what is kept where that is faster than computing it, as measured; or always.",
+)
 @click.option("--block-size", type=click.IntRange(1, 1024), default=16, show_default=True, help="Tokens in a KV block.")
 @click.option("--max-model-len", type=click.IntRange(2), default=None, help="Tokens of prompt and answer together.")
 @click.option("--max-num-seqs", type=click.IntRange(1), default=None, help="Sequences that run at once.")
@@ -159,6 +191,16 @@ def _sim_option(*names: str, **settings: Any) -> Callable[[Callable[..., Any]], 
 @click.option(
     "--heartbeat", type=click.FloatRange(0, min_open=True), default=5.0, show_default=True, help="Of event streams, s."
 )
+@click.option(
+    "--kv-events", default=None, metavar="ADDRESS", help="Publish KV events there over ZMQ as vLLM does: tcp://*:5557."
+)
+@click.option("--kv-replay", default=None, metavar="ADDRESS", help="Replay them there: tcp://*:5558.")
+@click.option("--kv-topic", default="", metavar="TEXT", help="Of those messages.")
+@click.option("--register", multiple=True, metavar="URL", help="Tell this gateway that the replica is there; repeatable.")
+@click.option("--register-token", default=None, metavar="TEXT", help="The gateways' registration token.")
+@click.option("--register-name", default=None, metavar="NAME", help="Unique among a gateway's workers. [default: HOST-PORT]")
+@click.option("--register-ttl", type=click.FloatRange(3, 3600), default=15.0, show_default=True, help="Seconds it holds.")
+@click.option("--advertise", default=None, metavar="URL", help="Where gateways reach it. [default: where it listens]")
 @click.option("--hang-timeout", type=click.FloatRange(1), default=900.0, show_default=True, help="Longest step, seconds.")
 @click.option("--otlp", type=OTLPAddress(), default=None, metavar="URL", help="Send spans there over OTLP/HTTP.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True)
@@ -204,6 +246,18 @@ def command(ctx: click.Context, /, **options: Any) -> None:
 
 
 def _check_combinations(ctx: click.Context, options: dict[str, Any]) -> None:
+    if options["kv_replay"] and not options["kv_events"]:
+        raise click.UsageError("--kv-replay without --kv-events: nothing would be published that could be replayed.")
+    if options["register"]:
+        for gateway in options["register"]:
+            if not gateway.startswith(("http://", "https://")):
+                raise click.UsageError(f"--register takes the URL of a gateway, http://host:port, not {gateway!r}.")
+        if not options["register_token"]:
+            raise click.UsageError("--register needs --register-token (or TURNKEEP_ENGINE_REGISTER_TOKEN).")
+        if not options["advertise"] and not options["uds"] and options["host"] in ("0.0.0.0", "::", ""):
+            raise click.UsageError(
+                f"--register with --host {options['host']} needs --advertise: where gateways reach this replica."
+            )
     if not options["simulate"]:
         for parameter in ctx.command.params:
             if isinstance(parameter, _Simulated) and parameter.name and options[parameter.name] is not None:
@@ -212,11 +266,20 @@ def _check_combinations(ctx: click.Context, options: dict[str, Any]) -> None:
         raise click.UsageError("A simulated replica has no KV memory to size; give --num-blocks instead of --kv-memory.")
     if options["num_blocks"] is not None and options["kv_memory"] is not None:
         raise click.UsageError("--num-blocks and --kv-memory say the same thing; give one of them.")
-    if isinstance(options["max_body"], float):
-        raise click.UsageError("--max-body is a number of bytes, not a share.")
+    for name in ("max_body", "host_kv_bytes", "disk_kv_bytes", "disk_kv_min_free"):
+        if isinstance(options[name], float):
+            raise click.UsageError(f"--{name.replace('_', '-')} is a number of bytes, not a share.")
+    if options["disk_kv_dir"] is None and (options["disk_kv_bytes"] is not None or options["disk_kv_compress"]):
+        raise click.UsageError("Say with --disk-kv-dir where blocks are to be kept.")
+    if options["host_kv_bytes"] is not None or options["disk_kv_dir"] is not None:
+        if options["simulate"]:
+            raise click.UsageError("A simulated replica has no KV to keep; leave --host-kv-bytes and --disk-kv-dir out.")
+        if options["no_prefix_caching"]:
+            raise click.UsageError("Blocks are kept to be found again; leave --no-prefix-caching out.")
 
 
 def _run(load: Load, address: Address, options: dict[str, Any]) -> int:
+    from engine.server.registration import RegistrationConfig
     from engine.server.run import Ready, serve
     from engine.thread import EngineThreadConfig
 
@@ -230,15 +293,37 @@ def _run(load: Load, address: Address, options: dict[str, Any]) -> int:
         write_timeout=options["write_timeout"],
         heartbeat=options["heartbeat"],
         shutdown_timeout=options["shutdown_timeout"],
+        kv_events=options["kv_events"],
+        kv_replay=options["kv_replay"],
+        kv_topic=options["kv_topic"],
     )
     thread_config = EngineThreadConfig(
         max_requests=options["max_requests"],
         hang_seconds=options["hang_timeout"],
         debug_integrity=options["debug_integrity"],
     )
+    registration = None
+    if options["register"]:
+        registration = RegistrationConfig(
+            gateways=tuple(gateway.rstrip("/") for gateway in options["register"]),
+            token=options["register_token"],
+            url=options["advertise"] or "",
+            name=options["register_name"] or "",
+            ttl=options["register_ttl"],
+        )
     try:
-        return asyncio.run(serve(load, address, config, thread_config, otlp_url=options["otlp"], on_ready=announce))
-    except (ListenError, CheckpointError, ConfigError) as error:
+        return asyncio.run(
+            serve(
+                load,
+                address,
+                config,
+                thread_config,
+                otlp_url=options["otlp"],
+                registration=registration,
+                on_ready=announce,
+            )
+        )
+    except (ListenError, CheckpointError, ConfigError, TierUnavailable) as error:
         click.echo(f"Error: {str(error).rstrip('.')}.", err=True)
         return 1
     except Exception as error:
@@ -303,9 +388,27 @@ def _real(options: dict[str, Any]) -> Load:
             kernels=options["kernels"],
             **given,
         )
-        return load_engine(config, cache_dir=options["cache_dir"].absolute(), clock=StartupClock(seconds_since_launch()))
+        return load_engine(
+            config,
+            cache_dir=options["cache_dir"].absolute(),
+            clock=StartupClock(seconds_since_launch()),
+            offload=_offload(options),
+        )
 
     return load
+
+
+def _offload(options: Mapping[str, Any]) -> OffloadConfig:
+    directory = options["disk_kv_dir"]
+    given = _given(options, disk_bytes="disk_kv_bytes", disk_min_free="disk_kv_min_free")
+    return OffloadConfig(
+        host_bytes=options["host_kv_bytes"] or 0,
+        disk=None if directory is None else directory.absolute(),
+        codec=options["kv_codec"],
+        compress=options["disk_kv_compress"],
+        load=options["kv_load"],
+        **given,
+    )
 
 
 def _simulated(options: dict[str, Any]) -> Load:
@@ -355,7 +458,7 @@ def _simulated(options: dict[str, Any]) -> Load:
     return load
 
 
-def _given(options: dict[str, Any], **names: str) -> dict[str, Any]:
+def _given(options: Mapping[str, Any], **names: str) -> dict[str, Any]:
     return {field: options[option] for field, option in names.items() if options[option] is not None}
 
 

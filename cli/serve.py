@@ -31,9 +31,14 @@ from cli.model import fetch, own_name
 from cli.serving import ReplicaPlan, RunningGateway, ServePlan, open_gateway
 from engine.checkpoints import DEFAULT_MODEL, CheckpointError, default_cache_dir
 from gateway.access.config import AuthConfig
+from gateway.admission.config import AdmissionConfig
 from gateway.auth import ApiKeys
 from gateway.certificate import TlsError
 from gateway.config import MIB, GatewayConfig, HttpConfig, ModelConfig, SessionsConfig
+from gateway.discovery.file import FileSource, WorkersFileError, read_workers
+from gateway.discovery.fleet import FleetConfig, WorkerSource
+from gateway.discovery.parse import parse_workers
+from gateway.discovery.registration import MIN_TOKEN
 from gateway.dispatch import PoolConfig
 from gateway.router.config import POLICIES, RouterConfig
 from gateway.server import ListenError
@@ -42,14 +47,17 @@ from gateway.telemetry.config import TelemetryConfig
 from gateway.tokenization import ModelFilesError
 from gateway.turns.config import TurnsConfig
 from gateway.watching.config import MissesConfig
-from gateway.workers.spec import parse_worker
+from gateway.workers.spec import WorkerSpec
 from grammar.formats.registry import FORMAT_NAMES
 from sessions.gaps.model import GapConfig
 from sessions.identity import DEFAULT_ORDER
 from sessions.redis_link import RedisConfig
 from traces.recorder import RecorderError
 
-ENGINE_OPTIONS = ("dtype", "quantization", "kv_dtype", "kv_memory", "num_blocks", "max_model_len", "simulate")
+ENGINE_OPTIONS = (
+    *("dtype", "quantization", "kv_dtype", "kv_memory", "num_blocks", "max_model_len", "simulate"),
+    *("host_kv_bytes", "disk_kv_dir", "disk_kv_bytes"),
+)
 """Options of `turnkeep engine` that `turnkeep serve` has as well; the others go through --engine or the file."""
 
 
@@ -100,7 +108,16 @@ def _read_config(ctx: click.Context, _param: click.Parameter, path: Path | None)
     "--worker",
     multiple=True,
     metavar="[KIND=]URL[,OPTION=VALUE]",
-    help="A worker that runs elsewhere, http://host:port or unix:PATH: a replica, or vllm=http://... (docs/workers.md).",
+    help="A worker that runs elsewhere, http://host:port or unix:PATH: a replica, or vllm=http://...; or where to find them, "
+    "dns://HOST:PORT, srv://NAME, k8s://SERVICE:PORT (docs/workers.md).",
+)
+@click.option(
+    "--workers-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Workers in a TOML file, which is read again when it changes.",
+)
+@click.option(
+    "--registration-token", default=None, metavar="TEXT", help="Let workers register themselves that have this token."
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one.")
@@ -117,6 +134,11 @@ def _read_config(ctx: click.Context, _param: click.Parameter, path: Path | None)
 @click.option("--cors-origin", multiple=True, metavar="ORIGIN", help="Web pages that may call the gateway; * for all.")
 @click.option(
     "--policy", type=click.Choice(POLICIES), default="prefix", show_default=True, help="How turns find their replica."
+)
+@click.option(
+    "--shadow-policy",
+    type=click.Choice(POLICIES),
+    help="A policy whose choices are scored beside the live one's, and not used.",
 )
 @click.option(
     "--session-source",
@@ -154,6 +176,13 @@ def _read_config(ctx: click.Context, _param: click.Parameter, path: Path | None)
 @click.option("--quantization", default=None, help="Weights in fewer bits: none, int8, int4, gguf.")
 @click.option("--kv-memory", default=None, help="For KV blocks of each replica: bytes (8GiB) or a share of what is free (50%).")
 @click.option("--num-blocks", type=click.IntRange(1), default=None, help="KV blocks of each replica, instead of --kv-memory.")
+@click.option(
+    "--host-kv-bytes", default=None, help="Shared memory for KV blocks that do not fit, for all local replicas together (8GiB)."
+)
+@click.option(
+    "--disk-kv-dir", type=click.Path(file_okay=False), default=None, help="Keep KV blocks there too; they outlive the replicas."
+)
+@click.option("--disk-kv-bytes", default=None, help="What they may take there. [8GiB]")
 @click.option("--max-model-len", type=click.IntRange(2), default=None, help="Tokens of prompt and answer together.")
 @click.option("--simulate", is_flag=True, default=None, help="Replicas without a model: real cache, made-up tokens and times.")
 @click.option("--engine", "engine_option", multiple=True, metavar="NAME=VALUE", help="Any other option of `turnkeep engine`.")
@@ -206,14 +235,16 @@ def plan_from(options: Mapping[str, Any], engine_table: Mapping[str, Any]) -> Se
     Raises ConfigError, CheckpointError, and ValueError of the config classes, each with a sentence.
     """
     cache_dir = Path(options["cache_dir"]).absolute()
-    try:
-        workers = tuple(parse_worker(text, os.environ) for text in options["worker"])
-    except ValueError as error:
-        raise ConfigError(f"--worker: {error}.") from error
-    replicas = options["replicas"] if options["replicas"] is not None else (0 if workers else 1)
-    if replicas == 0 and not workers:
+    workers, sources = _workers(options)
+    token = options["registration_token"] or None
+    if token is not None and len(token) < MIN_TOKEN:
+        raise ConfigError(f"--registration-token must have at least {MIN_TOKEN} characters, so that nobody guesses it.")
+    elsewhere = bool(workers or sources or token)
+    replicas = options["replicas"] if options["replicas"] is not None else (0 if elsewhere else 1)
+    if replicas == 0 and not elsewhere:
         raise ConfigError("Nothing would generate: give --replicas or --worker.")
-    opaque_only = replicas == 0 and all(spec.kind == "openai" for spec in workers)
+    kinds = {spec.kind for spec in workers}.union(*(source.kinds for source in sources))
+    opaque_only = replicas == 0 and token is None and kinds == {"openai"}
     models = _models(options, cache_dir, none=opaque_only)
     auth = AuthConfig(
         keys=tuple(options["api_key"]),
@@ -239,7 +270,9 @@ def plan_from(options: Mapping[str, Any], engine_table: Mapping[str, Any]) -> Se
     pool = PoolConfig(
         models=tuple(model.name for model in models),
         aliases={alias: model.name for model in models for alias in model.aliases},
-        router=RouterConfig(policy=options["policy"], **generated_values("router", options)),
+        router=RouterConfig(
+            policy=options["policy"], shadow_policy=options["shadow_policy"], **generated_values("router", options)
+        ),
         **generated_values("pool", options),
     )
     return ServePlan(
@@ -247,6 +280,7 @@ def plan_from(options: Mapping[str, Any], engine_table: Mapping[str, Any]) -> Se
             models=models,
             http=http,
             auth=auth,
+            admission=AdmissionConfig(**generated_values("admission", options)),
             session_sources=tuple(options["session_source"]) or DEFAULT_ORDER,
             turns=TurnsConfig(**generated_values("turns", options)),
             misses=MissesConfig(**generated_values("misses", options)),
@@ -260,11 +294,32 @@ def plan_from(options: Mapping[str, Any], engine_table: Mapping[str, Any]) -> Se
             otlp_url=options["otlp"],
         ),
         workers=workers,
+        sources=sources,
+        registration_token=token,
+        fleet=FleetConfig(**generated_values("discovery", options)),
         pool=pool,
         telemetry=telemetry,
         redis=RedisConfig(options["redis"], **generated_values("redis", options)) if options["redis"] else None,
         record=Path(options["record"]).absolute() if options["record"] is not None else None,
     )
+
+
+def _workers(options: Mapping[str, Any]) -> tuple[tuple[WorkerSpec, ...], tuple[WorkerSource, ...]]:
+    """Those that are named, and where more are to be found."""
+    try:
+        parsed = [parse_workers(text, os.environ) for text in options["worker"]]
+    except ValueError as error:
+        raise ConfigError(f"--worker: {error}.") from error
+    workers = tuple(each for each in parsed if isinstance(each, WorkerSpec))
+    sources: list[WorkerSource] = [each for each in parsed if not isinstance(each, WorkerSpec)]
+    path = options["workers_file"]
+    if path is not None:
+        try:
+            read_workers(Path(path), os.environ)
+        except (WorkersFileError, OSError) as error:
+            raise ConfigError(f"--workers-file: {error}") from error
+        sources.append(FileSource(Path(path).absolute(), os.environ))
+    return workers, tuple(sources)
 
 
 def _models(options: Mapping[str, Any], cache_dir: Path, *, none: bool) -> tuple[ModelConfig, ...]:

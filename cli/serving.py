@@ -11,8 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gateway.admission.gate import make_gate
 from gateway.app import make_apps
 from gateway.config import GatewayConfig
+from gateway.discovery.fleet import Fleet, FleetConfig, WorkerSource
+from gateway.discovery.registration import RegistrationRoutes, Registry
 from gateway.dispatch import PoolConfig, PoolDispatcher
 from gateway.models import ModelRegistry, ServedModel
 from gateway.passthrough.endpoint import PassThrough
@@ -43,11 +46,15 @@ class ReplicaPlan:
 
 @dataclass(frozen=True, slots=True)
 class ServePlan:
-    """Everything `turnkeep serve` was told. `workers`: those that run elsewhere."""
+    """Everything `turnkeep serve` was told. `workers`: those that run elsewhere; `sources`: where to find more of them;
+    `registration_token`: what workers need to register themselves (None: they cannot)."""
 
     gateway: GatewayConfig
     replicas: ReplicaPlan
     workers: tuple[WorkerSpec, ...] = ()
+    sources: tuple[WorkerSource, ...] = ()
+    registration_token: str | None = field(default=None, repr=False)
+    fleet: FleetConfig = field(default_factory=FleetConfig)
     pool: PoolConfig = field(default_factory=PoolConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     record: Path | None = None
@@ -142,7 +149,7 @@ async def open_gateway(plan: ServePlan, *, forward: Callable[[str, str], None] =
             observers.append(recorder)
         telemetry = Telemetry(plan.telemetry)
         stack.push_async_callback(telemetry.aclose)
-        dispatcher = await stack.enter_async_context(PoolDispatcher(plan.pool, telemetry))
+        dispatcher = await stack.enter_async_context(PoolDispatcher(plan.pool, telemetry, admission=plan.gateway.admission))
 
         def up(replica: ReplicaUp) -> None:
             dispatcher.add_worker(replica.name, replica.url)
@@ -167,8 +174,28 @@ async def open_gateway(plan: ServePlan, *, forward: Callable[[str, str], None] =
         )
         if shared is not None:
             shared.share_gaps(pipeline.watch.gaps.model, plan.gateway.gaps)
-        passthrough = PassThrough(dispatcher, telemetry, plan.gateway.http, plan.pool.max_attempts)
-        apps = make_apps(plan.gateway, pipeline, reasons=reasons, workers=dispatcher.workers, passthrough=passthrough)
+        sources = plan.sources
+        registration = None
+        if plan.registration_token is not None:
+            registered = Registry(max_workers=plan.fleet.max_workers)
+            registration = RegistrationRoutes(registered, plan.registration_token)
+            sources = (*sources, registered)
+        gate = make_gate(
+            plan.gateway, telemetry, rooms=dispatcher.rooms, shared_limits=shared.link if shared is not None else None
+        )
+        dispatcher.when_freed(gate.admission.freed)
+        passthrough = PassThrough(dispatcher, telemetry, plan.gateway.http, plan.pool.max_attempts, gate)
+        apps = make_apps(
+            plan.gateway,
+            pipeline,
+            reasons=reasons,
+            workers=dispatcher.workers,
+            routes=dispatcher.router.log,
+            drain=dispatcher.drain,
+            passthrough=passthrough,
+            registration=registration,
+            gate=gate,
+        )
         server = HttpServer(apps.public, plan.gateway.http)
         telemetry.watch_connections(server)
         auth = plan.gateway.auth
@@ -185,6 +212,7 @@ async def open_gateway(plan: ServePlan, *, forward: Callable[[str, str], None] =
                     await replicas.enter_async_context(supervisor)
                 for position, spec in enumerate(plan.workers):
                     dispatcher.add_worker(f"worker-{position}", spec)
+                await replicas.enter_async_context(Fleet(plan.fleet, dispatcher, sources))
                 try:
                     yield RunningGateway(server, admin, dispatcher, supervisor, plan.replicas.count + len(plan.workers))
                 finally:

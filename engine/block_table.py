@@ -49,6 +49,12 @@ class BlockTable:
         self._blocks[start : start + len(blocks)] = blocks
         self._array[start : start + len(blocks)] = blocks
 
+    def cut(self, length: int) -> list[int]:
+        """Keeps the first `length` blocks and returns the others."""
+        rest = self._blocks[length:]
+        del self._blocks[length:]
+        return rest
+
     def take(self) -> list[int]:
         """Empties the table and returns what it held."""
         blocks, self._blocks = self._blocks, []

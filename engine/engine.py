@@ -16,30 +16,49 @@ import msgspec
 import torch
 
 from engine.batch import build_batch
+from engine.cancelling import CancellableForward, ForwardCancelledError, StepCancelling
 from engine.config import EngineConfig
 from engine.core import RequestRefused
 from engine.decode_graphs import DecodeGraphs, GraphCapture
 from engine.forward import Forward
 from engine.intake import Intake, Limits
+from engine.kv_bytes import block_shape, device_blocks
 from engine.kv_cache import KVCache
 from engine.kv_layout import KVLayout
 from engine.meter import Meter
 from engine.models.registry import LoadedModel
+from engine.offloading import Offloading
 from engine.output import Addressed, StepOutput
 from engine.request import ForbiddenTokenError, Request, Sequence, Status
 from engine.runner import Runner
 from engine.sampling.sampler import SampledToken, Sampler
 from engine.scheduler import ScheduledSequence, Scheduler, StepPlan
+from engine.session_blocks import SessionBlocks
 from engine.warm_up import warm_up
-from gateway.workers.protocol import PROTOCOL_VERSION, Capabilities, GenerateRequest, StartupSeconds, WorkerInfo, WorkerStats
+from gateway.workers.protocol import (
+    PROTOCOL_VERSION,
+    Capabilities,
+    GenerateRequest,
+    RetentionHint,
+    StartupSeconds,
+    WorkerInfo,
+    WorkerStats,
+)
 from grammar.compiler import GrammarCompiler, allocate_bitmask
 from grammar.detokenizer import Detokenizer
+from offload.config import OffloadConfig
+from offload.stack import open_tiers
 from prefix_cache.block_pool import BlockPool, IntegrityError
 from prefix_cache.events import DEVICE, KVEvent
 from prefix_cache.eviction import EvictionPolicy
+from prefix_cache.expected_use import ExpectedUsePolicy
 from prefix_cache.hashing import BlockHash, namespace_digest
+from prefix_cache.worth import SUPERSEDED
 
 logger = logging.getLogger(__name__)
+
+_NOTHING_TO_DO = 0.001
+_MOSTLY = 8  # tokens of prompts for each generated one, from which on a step's time is theirs
 
 
 class Engine:
@@ -58,6 +77,7 @@ class Engine:
         detokenizer: Detokenizer | None = None,
         eviction: EvictionPolicy | None = None,
         graph_capture: GraphCapture | None = None,
+        offload: OffloadConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`num_blocks` and `max_model_len` are decided (engine.kv_memory); those of `config` are not looked at.
@@ -65,8 +85,9 @@ class Engine:
         graph_capture: what captures decode steps, at the warm-up; the KV memory then has one block more, which the pool does
         not know. None: every step runs eagerly.
 
-        grammars and detokenizer (an empty one) are None for a model without a tokenizer. Raises ValueError for a model whose
-        KV cannot be paged (engine.kv_layout.KVLayout).
+        grammars and detokenizer (an empty one) are None for a model without a tokenizer. offload: the tiers below the device.
+        Raises ValueError for a model whose KV cannot be paged (engine.kv_layout.KVLayout), and TierUnavailable for a codec that
+        does not fit its KV.
         """
         spec = model.spec
         self.config = config
@@ -75,16 +96,15 @@ class Engine:
         self._sampler = sampler
         layout = KVLayout.of(model, config.block_size, config.kv_dtype)
         sizes = [size for size in config.graph_batch_sizes if size <= config.max_num_seqs]
+        kv = layout.allocate(num_blocks if graph_capture is None or not sizes else num_blocks + 1)
         if graph_capture is None or not sizes:
-            self._runner = Runner(forward, layout.allocate(num_blocks))
+            self._runner = Runner(forward, kv)
         else:
-            kv = layout.allocate(num_blocks + 1)
             self._runner = Runner(forward, kv, DecodeGraphs(forward, kv, graph_capture, sizes, max_model_len))
-        self._cache = KVCache(BlockPool(num_blocks, config.block_size, eviction), caching=config.prefix_caching)
-        self._scheduler = Scheduler(
-            self._cache, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
-        )
         self._meter = Meter()
+        self._cancelling = StepCancelling()
+        if isinstance(forward, CancellableForward):
+            forward.cancel_by(self._cancelling.flag)
         self._requests: dict[str, Request] = {}
         self._over: list[Request] = []  # resumed with nothing left to generate: the next step says so
         self._arrivals = 0
@@ -96,6 +116,23 @@ class Engine:
                 "kv_dtype": str(layout.dtype),
                 "block_size": config.block_size,
             }
+        )
+        name = config.model_name or config.model.name
+        self._tiers: Offloading | None = None
+        pool = BlockPool(num_blocks, config.block_size, eviction or ExpectedUsePolicy(clock))
+        if offload is not None and offload.is_on and config.prefix_caching:
+            shape = block_shape(layout)
+            # What computed a block decides on its last bits, and blocks may outlive this process.
+            computed_by = namespace_digest({"namespace": namespace.hex(), "forward": type(forward).__qualname__})
+            stack = open_tiers(offload, computed_by, shape, name)
+            self._tiers = Offloading(stack, pool, device_blocks(kv), offload, shape, clock)
+        self._sessions = SessionBlocks(pool, self._tiers, clock=clock)
+        self._cache = KVCache(pool, caching=config.prefix_caching, keep_filled=self._tiers is not None)
+        self._scheduler = Scheduler(
+            self._cache,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            tiers=self._tiers,
         )
         self._intake = Intake(
             limits=Limits(spec.vocab_size, max_model_len, num_blocks, config.block_size, config.max_num_seqs),
@@ -109,7 +146,7 @@ class Engine:
         self._info = WorkerInfo(
             protocol_version=PROTOCOL_VERSION,
             instance=secrets.token_hex(16),
-            model=config.model_name or config.model.name,
+            model=name,
             namespace=namespace.hex(),
             block_size=config.block_size,
             num_blocks=num_blocks,
@@ -173,6 +210,7 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """Drops a request at once and gives its blocks back. False when it is not known."""
+        self._cancelling.dropped(request_id)
         request = self._requests.get(request_id)
         if request is None:
             return False
@@ -180,29 +218,49 @@ class Engine:
         self._meter.totals.aborted += 1
         return True
 
+    def cancel(self, request_id: str) -> None:
+        """From any thread: an abort of this request is about to be asked for. A step that is for nobody else ends early."""
+        self._cancelling.leaving(request_id)
+
     def has_work(self) -> bool:
-        return self._scheduler.has_work() or bool(self._over)
+        return self._has_runnable() or bool(self._over)
+
+    def on_news(self, callback: Callable[[], None]) -> None:
+        """`callback` is called on other threads when what `has_work` and `take_events` say may have changed without a step."""
+        if self._tiers is not None:
+            self._tiers.on_news(callback)
+
+    def wait_for_tiers(self, timeout: float) -> bool:
+        """Waits until no block is on its way to or from a tier. False when that took longer."""
+        return self._tiers is None or self._tiers.wait_idle(timeout)
 
     def step(self) -> list[Addressed]:
         """Runs one batch. What goes wrong in one request fails that request; what goes wrong in the batch fails those in it."""
         output = StepOutput()
         self._end_over(output)
-        if not self._scheduler.has_work():
+        if not self._has_runnable():
             return output.chunks
         began = self._clock()
         plan = self._scheduler.schedule(began)
         totals = self._meter.totals
-        totals.steps += 1
         totals.preemptions += plan.preempted
         for request in plan.started:
             totals.prompt_tokens += request.prompt_tokens
             totals.cached_tokens += request.cached_tokens
+            self._sessions.began(request.session, request.sequences[0].digests, request.cached_tokens // self.config.block_size)
             output.started(request)
             for sequence, decision in request.ended:
                 output.finished(request, sequence.index, decision)
+        if not plan.scheduled:
+            # Blocks are being loaded, and nobody can go on without them.
+            time.sleep(_NOTHING_TO_DO)
+            return output.chunks
+        totals.steps += 1
         try:
             logits = self._compute(plan)
             self._choose(plan, logits, output)
+        except ForwardCancelledError:
+            return output.chunks  # nothing of it counts, and whoever it was for is dropped before the next step
         except IntegrityError:
             raise  # the books are wrong: nothing that goes on from here can be trusted
         except Exception as error:
@@ -213,7 +271,12 @@ class Engine:
             return output.chunks
         prefilled = sum(item.count for item in plan.scheduled if item.is_prefill)
         decoded = sum(item.count for item in plan.scheduled if not item.is_prefill)
-        self._meter.step(prefilled, decoded, self._clock() - began)
+        seconds = self._clock() - began
+        self._meter.step(prefilled, decoded, seconds)
+        if self._tiers is not None:
+            self._tiers.store(self._cache.take_filled())
+            if prefilled > _MOSTLY * decoded:
+                self._tiers.prefill.took([(item.start, item.count) for item in plan.scheduled if item.is_prefill], seconds)
         return output.chunks
 
     def stats(self) -> WorkerStats:
@@ -235,29 +298,48 @@ class Engine:
             aborted_total=totals.aborted,
             prefill_tokens_per_second=self._meter.prefill.value,
             decode_tokens_per_second=self._meter.decode.value,
+            loading=len(self._scheduler.loading),
+            lost_blocks_total=self._sessions.lost_blocks,
+            prefetched_blocks_total=0 if self._tiers is None else self._tiers.prefetched,
+            useless_prefetches_total=0 if self._tiers is None else self._tiers.useless_prefetches,
+            tiers=() if self._tiers is None else self._tiers.stats(),
         )
 
     def take_events(self) -> list[KVEvent]:
-        return self._cache.pool.take_events()
+        events = self._cache.pool.take_events()
+        return events if self._tiers is None else [*events, *self._tiers.take_events()]
 
     def snapshot(self) -> dict[str, bytes]:
-        return {DEVICE: self._cache.pool.snapshot()}
+        tiers = {} if self._tiers is None else self._tiers.snapshot()
+        return {DEVICE: self._cache.pool.snapshot(), **tiers}
 
     def supersede(self, digests: Iterable[BlockHash]) -> int:
+        digests = tuple(digests)
+        if self._tiers is not None:
+            self._tiers.mark(digests, SUPERSEDED)
         return self._cache.pool.supersede(digests)
 
+    def retain(self, hints: Iterable[RetentionHint]) -> None:
+        for hint in hints:
+            self._sessions.told(hint)
+
     def check_integrity(self) -> None:
-        """Raises IntegrityError unless the pool's references are exactly those of the running sequences."""
-        self._cache.check_integrity(self._scheduler.running)
+        """Raises IntegrityError unless the pool's references are exactly those of the running and loading sequences."""
+        self._cache.check_integrity((*self._scheduler.running, *self._scheduler.loading))
 
     def clear_cache(self) -> None:
         """Forgets all cached prefixes. Running requests keep what they have."""
         self._cache.pool.clear()
 
     def close(self) -> None:
-        """Ends what the grammar compiler keeps running. Idempotent."""
+        """Ends what the grammar compiler keeps running, and leaves the tiers. Idempotent."""
+        if self._tiers is not None:
+            self._tiers.close()
         if self._grammars is not None:
             self._grammars.close()
+
+    def _has_runnable(self) -> bool:
+        return self._scheduler.has_work() or (self._tiers is not None and self._tiers.has_arrived)
 
     def _compute(self, plan: StepPlan) -> torch.Tensor:
         """The logits of the plan's sampling sequences, one row each, in the plan's order."""
@@ -265,7 +347,11 @@ class Engine:
         ends = batch.query_start_list[1:]
         rows = [end - 1 for item, end in zip(plan.scheduled, ends, strict=True) if item.samples]
         copies = [copy for item in plan.scheduled for copy in item.copies]
-        logits = self._runner.run(batch, rows, copies)
+        self._cancelling.begin(item.sequence.request.request_id for item in plan.scheduled)
+        try:
+            logits = self._runner.run(batch, rows, copies)
+        finally:
+            self._cancelling.end()
         for item in plan.scheduled:
             self._cache.advance(item.sequence, item.count)
             request = item.sequence.request
@@ -359,6 +445,8 @@ class Engine:
         output.finished(request, sequence.index, decision)
         if request.finished:
             del self._requests[request.request_id]
+            if self.config.prefix_caching:
+                self._sessions.ended(request.session, request.sequences[0].digests)
             output.done(request, self._clock())
 
     def _end_over(self, output: StepOutput) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from engine.core import RequestRefused
 from engine.request import ForbiddenTokenError, Request, Sequence, Status
@@ -77,6 +78,7 @@ class Intake:
             max_total=max_total,
             root=root,
             priority=wire.priority if self.use_priority else 0,
+            session=session_number(wire.tenant, wire.session),
         )
         seed = secrets.randbits(63) if params.seed is None else params.seed
         # Choices other than the first learn their digests from it when they are forked off.
@@ -167,6 +169,13 @@ def _append(sequence: Sequence, token_id: int) -> StopDecision | None:
             "with the grammar that the generation began with.",
             f"resume[{sequence.index}].packed_token_ids",
         ) from None
+
+
+def session_number(tenant: str, session: str | None) -> int:
+    """31 bits that stand for a session of a tenant, never 0; 0 for none."""
+    if session is None:
+        return 0
+    return xxhash.xxh3_64_intdigest(f"{tenant}\x00{session}".encode("utf-8", "surrogatepass")) >> 33 | 1
 
 
 def _prompt(wire: GenerateRequest, vocab_size: int) -> npt.NDArray[np.uint32]:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from engine.request import Sequence
+from offload.transfers import Filled
 from prefix_cache.block_pool import BlockPool
 
 BlockCopy = tuple[int, int]
@@ -15,9 +16,12 @@ BlockCopy = tuple[int, int]
 class KVCache:
     """Gives blocks to sequences and takes them back. With `caching`, full blocks are published and found again."""
 
-    def __init__(self, pool: BlockPool, *, caching: bool) -> None:
+    def __init__(self, pool: BlockPool, *, caching: bool, keep_filled: bool = False) -> None:
+        """keep_filled: `take_filled` says which blocks have become full."""
         self.pool = pool
         self.caching = caching
+        self._keep_filled = keep_filled
+        self._filled: list[Filled] = []
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold `tokens` tokens."""
@@ -38,6 +42,30 @@ class KVCache:
         sequence.table.extend(found)
         sequence.computed = len(found) * self.pool.block_size
         sequence.published = len(found)
+
+    def count_to_match(self, sequence: Sequence) -> int:
+        """How many blocks of a sequence could be found, at most; they have names."""
+        return min(len(sequence.digests), (sequence.num_tokens - 1) // self.pool.block_size) if self.caching else 0
+
+    def begin_load(self, sequence: Sequence, count: int) -> None:
+        """Takes `count` blocks for what is loaded behind those that were attached."""
+        sequence.table.extend(self.pool.allocate(count))
+
+    def end_load(self, sequence: Sequence, count: int) -> None:
+        """The first `count` of the blocks taken hold what they should, and can be found from now on; the others go back."""
+        start = sequence.published
+        self.pool.free(sequence.table.cut(start + count))
+        if count:
+            parent = sequence.digests[start - 1] if start else sequence.request.root
+            digests = sequence.digests[start : start + count]
+            sequence.table.replace(start, self.pool.publish(sequence.table.blocks[start:], digests, parent))
+        sequence.published = start + count
+        sequence.computed = sequence.published * self.pool.block_size
+
+    def take_filled(self) -> list[Filled]:
+        """Blocks that were computed and published since the last call."""
+        filled, self._filled = self._filled, []
+        return filled
 
     def shortfall(self, sequence: Sequence, tokens: int) -> int:
         """Blocks to allocate before the next `tokens` tokens of a sequence can be written."""
@@ -74,7 +102,13 @@ class KVCache:
         sequence.name_blocks(full, self.pool.block_size)
         start = sequence.published
         parent = sequence.digests[start - 1] if start else sequence.request.root
-        held = self.pool.publish(sequence.table.blocks[start:full], sequence.digests[start:full], parent)
+        own = sequence.table.blocks[start:full]
+        held = self.pool.publish(own, sequence.digests[start:full], parent)
+        if self._keep_filled:
+            generations, session = self.pool.generations, sequence.request.session
+            for index, (block, kept) in enumerate(zip(own, held, strict=True), start):
+                if block == kept:
+                    self._filled.append(Filled(sequence.digests[index], block, generations[block], index, session))
         sequence.table.replace(start, held)
         sequence.published = full
 
@@ -93,7 +127,7 @@ class KVCache:
         sequence.published = 0
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
-        """Raises IntegrityError unless the pool's references are exactly those of the running sequences."""
+        """Raises IntegrityError unless the pool's references are exactly those of these sequences."""
         self.pool.check_integrity(Counter(block for sequence in running for block in sequence.table.blocks))
 
     def _must_copy(self, sequence: Sequence) -> bool:

@@ -21,6 +21,7 @@ from engine.sampling.sampler import Sampler
 from engine.startup import StartupClock, describe
 from grammar.compiler import GrammarCompiler
 from grammar.detokenizer import Detokenizer
+from offload.config import OffloadConfig
 
 logger = logging.getLogger(__name__)
 
@@ -58,13 +59,14 @@ def load_engine(
     cache_dir: Path | None = None,
     report: Report = silent,
     clock: StartupClock | None = None,
+    offload: OffloadConfig | None = None,
 ) -> Engine:
     """Loads the model of a configuration, sizes its KV memory, makes the engine and warms it up. Sets torch's threads if
     configured.
 
     cache_dir: where digests of weight files, built kernels and measurements are kept (default: the user's cache directory).
-    clock: what the start took up to here. Raises CheckpointError for a model that cannot be loaded and ConfigError for
-    settings that do not fit it or this machine.
+    clock: what the start took up to here. offload: the tiers below the device. Raises CheckpointError for a model
+    that cannot be loaded and ConfigError for settings that do not fit it or this machine.
     """
     clock = StartupClock() if clock is None else clock
     cache = cache_dir or default_cache_dir()
@@ -94,6 +96,7 @@ def load_engine(
         grammars=None if tokenizer is None else GrammarCompiler(tokenizer_json, spec.vocab_size, spec.eos_token_ids),
         detokenizer=None if tokenizer is None else Detokenizer(tokenizer),
         graph_capture=graph_capture(forward),
+        offload=offload,
     )
     clock.enter("warm_up")
     engine.warm_up()

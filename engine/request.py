@@ -17,10 +17,11 @@ from prefix_cache.hashing import BlockHash, chain_digest, pack_tokens
 
 
 class Status(enum.Enum):
-    """Where a choice is. Only a RUNNING one holds blocks."""
+    """Where a choice is. Only a LOADING and a RUNNING one hold blocks."""
 
     UNFORKED = enum.auto()  # waits for the prompt's prefill, which another choice does for all
     WAITING = enum.auto()  # in the queue: new, or preempted
+    LOADING = enum.auto()  # its blocks come from a tier; it runs when they are here
     RUNNING = enum.auto()
     FINISHED = enum.auto()
 
@@ -108,7 +109,8 @@ class Request:
     """A request that passed all checks, ready to be queued.
 
     prompt: uint32 [P]. max_total: tokens of prompt and generation. root: parent digest of the first block. priority: 0 where
-    the policy does not look at it. arrival: a count of requests. Times are on the engine's clock.
+    the policy does not look at it. arrival: a count of requests. session: a number that stands for tenant and session, 0 for
+    none. Times are on the engine's clock.
     """
 
     request_id: str
@@ -120,6 +122,7 @@ class Request:
     forked: bool = False
     priority: int = 0
     arrival: int = 0
+    session: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
     added_at: float = 0.0

@@ -9,6 +9,9 @@ queue with the tokens they have, to be recomputed (from what the prefix cache st
 preempt itself waits a step with its blocks instead. So the one of the highest rank always goes on, which rules out livelock:
 alone it fits, because a request that cannot fit alone is refused. A step that preempted, or kept a running sequence waiting,
 admits nobody.
+
+A sequence of which a tier has blocks that the pool has not is given room as if it were admitted, and loads them first; it does
+not run meanwhile, and nobody waits for it but who would need its blocks. Loads end by themselves, so none of this can last.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from engine.kv_cache import BlockCopy, KVCache
+from engine.offloading import Offloading
 from engine.request import Request, Sequence, Status
 
 
@@ -64,12 +68,17 @@ def _rank(sequence: Sequence) -> tuple[int, int, int]:
 class Scheduler:
     """The queue and the running set, both in order of rank."""
 
-    def __init__(self, cache: KVCache, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self, cache: KVCache, *, max_num_seqs: int, max_num_batched_tokens: int, tiers: Offloading | None = None
+    ) -> None:
+        """tiers: None where there are none."""
         self._cache = cache
+        self._tiers = tiers
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.loading: list[Sequence] = []
         self.waiting_tokens = 0
 
     def has_work(self) -> bool:
@@ -94,17 +103,23 @@ class Scheduler:
             self._cache.release(sequence)
         elif sequence.status is Status.WAITING:
             self._dequeue(sequence)
+        elif sequence.status is Status.LOADING and self._tiers is not None:
+            self._tiers.cancel(sequence)
+            self.loading.remove(sequence)
+            self._cache.release(sequence)
         sequence.status = Status.FINISHED
 
     def schedule(self, now: float) -> StepPlan:
         """Plans a step and reserves its blocks. `now` is when requests that leave the queue do so. A plan without a sequence
-        comes only from an empty scheduler."""
+        comes only from an empty scheduler, or while blocks are being loaded."""
         draft = _Draft(self._max_num_batched_tokens)
+        started = self._take_arrived(now)
         for decoding in (True, False):
             for sequence in tuple(self.running):
                 if draft.budget > 0 and sequence.status is Status.RUNNING and (sequence.remaining == 1) == decoding:
                     self._continue(sequence, draft)
-        started = [] if draft.preempted or draft.stalled else self._admit(draft, now)
+        if not (draft.preempted or draft.stalled):
+            started.extend(self._admit(draft, now))
         return StepPlan(_families_together(draft.scheduled.values()), tuple(started), draft.preempted)
 
     def _continue(self, sequence: Sequence, draft: _Draft) -> None:
@@ -124,10 +139,11 @@ class Scheduler:
 
     def _admit(self, draft: _Draft, now: float) -> list[Request]:
         started: list[Request] = []
-        slots = sum(sequence.slots for sequence in self.running)
+        held = (*self.running, *self.loading)
+        slots = sum(sequence.slots for sequence in held)
         # Blocks that running sequences still need for the tokens they have, and one for each choice's next ones: whoever is
         # admitted into those is preempted a few steps later.
-        promised = slots + sum(self._cache.shortfall(sequence, sequence.remaining) for sequence in self.running)
+        promised = slots + sum(self._cache.shortfall(sequence, sequence.remaining) for sequence in held)
         while self.waiting and draft.budget > 0:
             sequence = self.waiting[0]
             if slots + sequence.slots > self._max_num_seqs:
@@ -138,16 +154,42 @@ class Scheduler:
                 break
             self._dequeue(sequence)
             self._cache.attach(sequence, found)
-            self.adopt(sequence)
-            request = sequence.request
-            if request.started_at is None:
-                request.started_at = now
-                request.cached_tokens = min(sequence.computed, request.prompt_tokens)
-                started.append(request)
-            self._continue(sequence, draft)
+            if not self._begin_load(sequence, len(found)):
+                self._start(sequence, now, started)
+                self._continue(sequence, draft)
             slots += sequence.slots
             promised += sequence.slots + self._cache.shortfall(sequence, sequence.remaining)
         return started
+
+    def _begin_load(self, sequence: Sequence, found: int) -> bool:
+        """True when a tier has more of the sequence, and it is worth loading: it waits for that in a state of its own."""
+        if self._tiers is None:
+            return False
+        count = self._tiers.plan(sequence, found, self._cache.count_to_match(sequence))
+        if not count:
+            return False
+        self._cache.begin_load(sequence, count)
+        sequence.status = Status.LOADING
+        self.loading.append(sequence)
+        self._tiers.begin(sequence, found)
+        return True
+
+    def _take_arrived(self, now: float) -> list[Request]:
+        started: list[Request] = []
+        if self._tiers is not None:
+            for sequence, count in self._tiers.arrived():
+                self.loading.remove(sequence)
+                self._cache.end_load(sequence, count)
+                self._start(sequence, now, started)
+        return started
+
+    def _start(self, sequence: Sequence, now: float, started: list[Request]) -> None:
+        self.adopt(sequence)
+        request = sequence.request
+        if request.started_at is None:
+            request.started_at = now
+            request.cached_tokens = min(sequence.computed, request.prompt_tokens)
+            started.append(request)
 
     def _place(self, sequence: Sequence, count: int, copies: list[BlockCopy], draft: _Draft) -> None:
         samples = count == sequence.remaining

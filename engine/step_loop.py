@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from engine.core import EngineCore, RequestRefused
 from engine.server.stream import RequestStream
-from gateway.workers.protocol import Chunk, Done, Failed, Tokens, WorkerStats
+from gateway.workers.protocol import Chunk, Done, Failed, RetentionHint, Tokens, WorkerStats
 from prefix_cache.events import KVEvent
 from prefix_cache.hashing import BlockHash
 
@@ -32,6 +32,14 @@ class Interruptible(Protocol):
 
     def interrupt(self) -> None:
         """From any thread: makes a step that waits return early, so that commands get through."""
+
+
+@runtime_checkable
+class Newsworthy(Protocol):
+    """A core that may have something to do, or to tell, without a step or a command."""
+
+    def on_news(self, callback: Callable[[], None]) -> None:
+        """`callback` is called when that may be; from any thread."""
 
 
 class StepListener(Protocol):
@@ -100,6 +108,8 @@ class StepLoop:
         self._step_began: float | None = None
         self._step_seconds = 0.0  # of the step under way, which may be several calls when it is interrupted
         self._steps_total = 0
+        if isinstance(core, Newsworthy):
+            core.on_news(self._look_again)
 
     def start(self) -> None:
         """Starts the thread."""
@@ -111,6 +121,13 @@ class StepLoop:
             self._commands.append(command)
             self._condition.notify()
         self._interrupt()
+
+    def _look_again(self) -> None:
+        """From any thread. The loop looks at the core and tells what there is to tell."""
+        with self._condition:
+            if not self._commands:
+                self._commands.append(_nothing)
+                self._condition.notify()
 
     def stop(self) -> None:
         """Ends the thread after the commands posted so far and the step that runs."""
@@ -164,6 +181,10 @@ class StepLoop:
     def supersede(self, digests: Sequence[BlockHash]) -> int:
         """Has blocks evicted before all others."""
         return self._core.supersede(digests)
+
+    def retain(self, hints: Sequence[RetentionHint]) -> None:
+        """Passes on what gateways say of sessions."""
+        self._core.retain(hints)
 
     def check_integrity(self) -> None:
         """Checks the core's books."""

@@ -10,19 +10,24 @@ from typing import NamedTuple
 import orjson
 from aiohttp import web
 
-from gateway.apis.administration import AdminRoutes, Workers
+from gateway.admission.gate import Gate, make_gate
+from gateway.apis.administration import AdminRoutes, Drain, Workers
 from gateway.apis.arrivals import Arrivals
 from gateway.apis.endpoint import TurnEndpoint
-from gateway.apis.headers import KNOWN_AS, REQUEST_ID, request_id
+from gateway.apis.headers import KNOWN_AS, LIMITS, REQUEST_ID, request_id
+from gateway.apis.keeping import KeepingRoutes
 from gateway.apis.openai.errors import error_body
 from gateway.apis.openai.routes import OpenAIRoutes
+from gateway.apis.routes import RouteRoutes
 from gateway.apis.sessions import SessionRoutes
 from gateway.apis.watching import WatchRoutes
 from gateway.auth import ADMINISTRATION, ApiKeys
 from gateway.config import GatewayConfig
 from gateway.cors import allow_origins, mark
+from gateway.discovery.registration import RegistrationRoutes
 from gateway.passthrough.endpoint import PassThrough
 from gateway.pipeline import Pipeline
+from gateway.router.receipts import RouteLog
 from gateway.turn import TurnError
 from gateway.turns.registry import TurnRegistry
 
@@ -46,33 +51,46 @@ def make_apps(
     *,
     reasons: ReadyReasons = tuple,
     workers: Workers = tuple,
+    drain: Drain = lambda name, draining: False,
     passthrough: PassThrough | None = None,
+    routes: RouteLog | None = None,
+    registration: RegistrationRoutes | None = None,
+    gate: Gate | None = None,
 ) -> Applications:
     """The applications. Serve them with `gateway.server.HttpServer`, which cancels a handler when its client leaves; the public
-    one always, as it owns what both use. Raises ValueError for keys that cannot be used."""
+    one always, as it owns what both use. `gate`: what lets turns in; without it every turn begins at once.
+    Raises ValueError for keys that cannot be used."""
     # Bodies are bounded while they are read (gateway.apis.bodies), in the caller's dialect.
     app = web.Application(middlewares=[allow_origins(config.http.cors_origins), _answer_errors], client_max_size=0)
     keys = ApiKeys(config.auth)
+    gate = gate if gate is not None else make_gate(config, pipeline.telemetry)
     arrivals = Arrivals(
         config,
         keys,
+        gate.limits,
         pipeline.telemetry.stages,
         keeps_raw=passthrough.takes if passthrough is not None else lambda body: False,
     )
-    endpoint = TurnEndpoint(pipeline, config.http, TurnRegistry(config.turns))
+    endpoint = TurnEndpoint(pipeline, config.http, TurnRegistry(config.turns), gate)
     OpenAIRoutes(pipeline, endpoint, arrivals, config.http, passthrough).add_to(app.router)
     administration = web.Application(middlewares=[_answer_errors], client_max_size=0)
     administration[ADMINISTRATION] = True
-    admin = AdminRoutes(arrivals, keys, pipeline.telemetry, workers)
+    admin = AdminRoutes(arrivals, keys, pipeline.telemetry, workers, drain, gate.admission)
     for each in (app, administration):
         # Administrators look at what tenants see, too.
         WatchRoutes(pipeline, arrivals).add_to(each.router)
+        KeepingRoutes(pipeline, arrivals).add_to(each.router)
         SessionRoutes(pipeline, arrivals).add_to(each.router)
+        if routes is not None:
+            RouteRoutes(routes, arrivals).add_to(each.router)
         _Probes(pipeline, reasons).add_to(each.router)
+        if registration is not None:
+            registration.add_to(each.router)
         admin.add_to(each.router)
     app.on_response_prepare.append(mark)
+    app.on_response_prepare.append(_say_limits)
     app.cleanup_ctx.append(keys.follow)
-    app.on_cleanup.append(_closing(pipeline))
+    app.on_cleanup.append(_closing(pipeline, gate))
     return Applications(app, administration)
 
 
@@ -151,8 +169,13 @@ def _from_aiohttp(request: web.Request, error: web.HTTPException) -> TurnError:
     return TurnError(error.status, "invalid_request", f"{error.reason}.")
 
 
-def _closing(pipeline: Pipeline) -> Callable[[web.Application], Awaitable[None]]:
+async def _say_limits(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers.update(request.get(LIMITS, {}))
+
+
+def _closing(pipeline: Pipeline, gate: Gate) -> Callable[[web.Application], Awaitable[None]]:
     async def close(_app: web.Application) -> None:
+        await gate.aclose()
         pipeline.close()
 
     return close

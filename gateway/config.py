@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gateway.access.config import AuthConfig
+from gateway.admission.config import AdmissionConfig
 from gateway.turns.config import TurnsConfig
 from gateway.watching.config import MissesConfig
 from sessions.gaps.model import GapConfig
@@ -36,7 +37,8 @@ class HttpConfig:
     nothing for so long is dropped and its generation aborted. `ping_interval`: silence after which a stream gets a comment.
     `headers_within`: a stream's headers wait this long for the number of cached tokens. `max_prompts`: prompts in one
     /v1/completions request. `max_choices`: the same for `n`. `inline_characters`: texts above this are rendered and
-    tokenised on one of `threads` threads, so that they do not hold up other streams. `header_timeout`: for the headers of a
+    tokenised on one of `threads` threads, so that they do not hold up other streams. `request_timeout`: for a request in all;
+    `stall_timeout`: for which nothing may be heard of its generation; 0: no limit. `header_timeout`: for the headers of a
     request to arrive, once its connection is there. `idle_timeout`: for which a connection is kept between requests.
     `max_header_bytes`: of all headers of a request. `max_connections`: beyond them, those that are idle are closed, and where
     none is, new ones get a 503; 0: no limit. `tls_cert`, `tls_key`: PEM files for HTTPS, read again when they change.
@@ -55,6 +57,8 @@ class HttpConfig:
     max_choices: int = 128
     inline_characters: int = 8192
     threads: int = 2
+    request_timeout: float = 3600.0
+    stall_timeout: float = 600.0
     header_timeout: float = 20.0
     idle_timeout: float = 75.0
     max_header_bytes: int = 64 * 1024
@@ -80,6 +84,9 @@ class HttpConfig:
         for name in ("max_prompts", "max_choices", "threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"http.{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("request_timeout", "stall_timeout"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"http.{name} must be positive, or 0 for no limit, not {getattr(self, name)}")
         if self.max_connections < 0:
             raise ValueError(f"http.max_connections must be at least 0 (no limit), not {self.max_connections}")
         if self.max_header_bytes < 1024:
@@ -130,6 +137,7 @@ class GatewayConfig:
     models: tuple[ModelConfig, ...]
     http: HttpConfig = field(default_factory=HttpConfig)
     auth: AuthConfig = field(default_factory=AuthConfig)
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     session_sources: tuple[str, ...] = DEFAULT_ORDER
     turns: TurnsConfig = field(default_factory=TurnsConfig)
     sessions: SessionsConfig = field(default_factory=SessionsConfig)

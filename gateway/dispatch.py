@@ -12,11 +12,13 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gateway.admission.config import AdmissionConfig
+from gateway.admission.rooms import WorkerRoom, needed_blocks, reserved_output, room_of
 from gateway.router.config import RouterConfig
 from gateway.router.router import Router
 from gateway.telemetry.stages import StageTimes
 from gateway.telemetry.telemetry import Telemetry
-from gateway.turn import Migration, Prompt, SessionRef
+from gateway.turn import Migration, Prompt, SessionRef, TurnError
 from gateway.workers.attempt import Placement
 from gateway.workers.base import Worker, WorkerError
 from gateway.workers.clients import open_client
@@ -82,12 +84,17 @@ class PoolDispatcher:
         *,
         clock: Callable[[], float] = time.monotonic,
         make_client: MakeClient | None = None,
+        admission: AdmissionConfig | None = None,
     ) -> None:
         self._config = config
+        self._admission = admission if admission is not None else AdmissionConfig()
+        self._freed: Callable[[], None] = lambda: None
         self._telemetry = telemetry
         self._stages = telemetry.stages if telemetry is not None else StageTimes()
         self.index = ResidencyIndex(config.router.max_indexed_blocks, config.router.max_predicted_blocks)
-        self.router = Router(config.router, self.index, clock)
+        self.router = Router(
+            config.router, self.index, clock, observer=telemetry.metrics.routing if telemetry is not None else None
+        )
         self.pool = WorkerPool(
             make_client if make_client is not None else self._client,
             self.index,
@@ -101,6 +108,7 @@ class PoolDispatcher:
         self._hints = RetentionHints(self._taker_of_hints)
         if telemetry is not None:
             telemetry.watch_pool(self.workers)
+            telemetry.watch_router(self.router.standings, self.index)
 
     async def __aenter__(self) -> PoolDispatcher:
         return self
@@ -121,9 +129,33 @@ class PoolDispatcher:
         if self.pool.remove(name):
             self.router.forget(name)
 
+    def drain(self, name: str, draining: bool) -> bool:
+        """Nothing new goes to a worker; what runs there is finished; `draining` False takes it back. Whether there is one."""
+        return self.pool.drain(name, draining)
+
     def workers(self) -> Sequence[WorkerView]:
         """Every worker, with its state and load."""
         return self.pool.views()
+
+    def when_freed(self, callback: Callable[[], None]) -> None:
+        """`callback` is called whenever a request has ended on a worker. Call once."""
+        self._freed = callback
+
+    def rooms(self, model: str) -> Sequence[WorkerRoom]:
+        """What is left of the workers that may take a turn of a model now (gateway.admission.rooms.Rooms)."""
+        try:
+            members = self.pool.candidates(model, frozenset(), opaque=self.pool.is_opaque(model))
+        except TurnError:
+            return ()
+        for member in members:
+            member.books.freed = self._freed
+        return [room for room in map(self._room, members) if room is not None]
+
+    def _room(self, member: Member) -> WorkerRoom | None:
+        if member.info is None:
+            return None
+        ahead, books = self._admission.ahead, member.books
+        return room_of(member.name, member.info, member.stats, books.blocks, member.load.requests, ahead=ahead)
 
     async def wait_ready(self, count: int, timeout: float | None = None) -> None:
         """Waits until `count` workers are ready. Raises TimeoutError."""
@@ -142,7 +174,16 @@ class PoolDispatcher:
     ) -> PooledGeneration:
         def place(excluded: set[str], generated: int) -> Placement:
             tokens = prompt.num_tokens + generated
-            return self._place(model, session, prompt.digests, tokens, excluded, resumes=generated > 0, request_id=request_id)
+            return self._place(
+                model,
+                session,
+                prompt.digests,
+                tokens,
+                excluded,
+                resumes=generated > 0,
+                request_id=request_id,
+                output=reserved_output(sampling, self._admission.output_reserve),
+            )
 
         generation = PooledGeneration(
             GenerateRequest(
@@ -215,8 +256,9 @@ class PoolDispatcher:
         resumes: bool = False,
         opaque: bool = False,
         request_id: str = "",
+        output: int = 0,
     ) -> Placement:
-        """`resumes`: a lost worker began it, so only one that can go on will do."""
+        """`resumes`: a lost worker began it, so only one that can go on will do. `output`: tokens for which KV is set aside."""
         members = {
             member.name: member
             for member in self.pool.candidates(model, excluded, opaque=opaque)
@@ -225,6 +267,10 @@ class PoolDispatcher:
         if not members:
             raise self.pool.none_up(model)
         info = next(iter(members.values())).info
+        blocks = needed_blocks(tokens, output, info)
+        # A worker that has no room left is none to choose, unless none has.
+        roomy = {name: member for name, member in members.items() if (room := self._room(member)) and room.takes(blocks)}
+        members = roomy or members
         with self._stages.spent("route"):
             route = self.router.route(
                 digests=digests,
@@ -235,7 +281,7 @@ class PoolDispatcher:
                 request_id=request_id,
             )
         member = members[route.receipt.worker]
-        return Placement(member, route, member.books.open(tokens, route.receipt.matched_tokens))
+        return Placement(member, route, member.books.open(tokens, route.receipt.matched_tokens, blocks))
 
     def _retried(self, worker: str) -> None:
         if self._telemetry is not None:

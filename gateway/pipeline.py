@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -20,7 +20,7 @@ from gateway.running import RunningTurn, Usage, close_all
 from gateway.telemetry.telemetry import Telemetry
 from gateway.turn import Dispatcher, Generation, Prompt, Turn, TurnError, TurnObserver, TurnRecord
 from gateway.watching.watch import TurnWatch, called_tools
-from gateway.workers.protocol import SamplingParams, WorkerInfo
+from gateway.workers.protocol import RetentionHint, SamplingParams, WorkerInfo
 from grammar.checking.checker import Checker
 from grammar.detokenizer import Detokenizer
 from grammar.parser import StreamParser, TextParser
@@ -89,9 +89,10 @@ class Pipeline:
         *,
         history: TurnHistory | None = None,
         plain: bool = False,
+        ended: Callable[[Usage], None] = lambda usage: None,
     ) -> RunningTurn:
         """Starts the turn's prompts on workers. `history`: its part in its session. `plain`: the text is never a tool call
-        (completions).
+        (completions). `ended` is told what was used when the RunningTurn is closed; not where this raises.
 
         Raises TurnError. Whoever gets the RunningTurn must close it.
         """
@@ -117,6 +118,7 @@ class Pipeline:
             decoders,
             usage,
             turn.session if history is None else history.who,
+            ended,
             warnings=unenforced_warnings(unenforced),
             after_check=check,
         )
@@ -156,6 +158,10 @@ class Pipeline:
                 prompt = dataclasses.replace(prompt, grammar=plan.source, unenforced=plan.unenforced)
             else:
                 return generation, prompt
+
+    def retain(self, worker: str, hint: RetentionHint) -> None:
+        """Passes a hint on to a worker, soon."""
+        self._dispatcher.retain(worker, hint)
 
     def residency(self, digests: Sequence[BlockHash]) -> Mapping[str, int]:
         """How many of a prompt's blocks, from the beginning, each worker holds."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
@@ -48,15 +48,17 @@ class RunningTurn:
         decoders: Sequence[ChoiceDecoder],
         usage: Usage,
         session: SessionRef,
+        ended: Callable[[Usage], None] = lambda usage: None,
         *,
         warnings: Sequence[str] = (),
         after_check: AfterCheck | None = None,
     ) -> None:
         """`decoders`: as many for each generation, in order. `usage`: with the prompts already counted. `session`: whose turn
-        it is; for one that named none, the session it was recognised as. `warnings`: what the caller has to know of the
-        grammars; `after_check`: what is done because of them."""
+        it is; for one that named none, the session it was recognised as. `ended` is told what was used when nothing of it runs
+        any more. `warnings`: what the caller has to know of the grammars; `after_check`: what is done because of them."""
         self.session = session
         self.warnings = tuple(warnings)
+        self._ended = ended
         self._after_check = after_check
         self._generations = tuple(generations)
         self._decoders = tuple(decoders)
@@ -174,8 +176,14 @@ class RunningTurn:
     async def aclose(self) -> None:
         """Ends the generations that still run, at once; idempotent. It comes to its end also when it is cancelled."""
         if self._closing is None:
-            self._closing = asyncio.ensure_future(close_all(self._generations))
+            self._closing = asyncio.ensure_future(self._close())
         await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        try:
+            await close_all(self._generations)
+        finally:
+            self._ended(self.usage)
 
     def _decoder(self, position: int, index: int) -> ChoiceDecoder:
         if not 0 <= index < self._per_generation:

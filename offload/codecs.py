@@ -37,7 +37,7 @@ class BlockShape:
 
     @property
     def element_bytes(self) -> int:
-        return {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}[self.dtype]
+        return {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}[self.dtype]
 
     @property
     def block_bytes(self) -> int:
@@ -81,12 +81,13 @@ class ScaledCodec:
         """Raises TierUnavailable for KV memory that holds 8 bits already."""
         import torch
 
-        if shape.dtype == "int8":
-            raise TierUnavailable(f"KV memory in int8 is kept as it is; use the codec raw instead of {name}.")
+        dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+        if shape.dtype not in dtypes:
+            raise TierUnavailable(f"KV memory in {shape.dtype} is kept as it is; use the codec raw instead of {name}.")
         self.name = name
         self.encoded_bytes = shape.rows * (shape.width + 4)
         self._shape = shape
-        self._dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[shape.dtype]
+        self._dtype = dtypes[shape.dtype]
         self._code_dtype = torch.int8 if name == "int8" else torch.float8_e4m3fn
         self._largest = _INT8_MAX if name == "int8" else _FP8_MAX
         self._encoded: Bytes = np.empty(self.encoded_bytes, dtype=np.uint8)

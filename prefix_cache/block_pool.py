@@ -48,6 +48,9 @@ class BlockPool:
         self._digests: list[BlockHash | None] = [None] * num_blocks
         self._by_digest: dict[BlockHash, int] = {}
         self._events: list[KVEvent] = []
+        self.generations = [0] * num_blocks
+        """How often each block was handed out with nothing in it: as long as that stays, so does what a full block holds. Other
+        threads may read it."""
         # Referenced blocks that go first once their last user has left them.
         self._superseded: set[int] = set()
 
@@ -89,6 +92,10 @@ class BlockPool:
             found.append(block)
         return found
 
+    def block_of(self, digest: BlockHash) -> int | None:
+        """The block that can be found by `digest`, None if there is none."""
+        return self._by_digest.get(digest)
+
     def unreferenced(self, blocks: Iterable[int]) -> int:
         """How many of `blocks` are cached, so that touching them would lower `num_available`."""
         return sum(self._references[block] == 0 for block in blocks)
@@ -107,6 +114,7 @@ class BlockPool:
                 block = self._policy.pop()
                 evicted.append(self._forget(block))
             self._references[block] = 1
+            self.generations[block] += 1
             blocks.append(block)
         if evicted:
             self._events.append(BlocksRemoved(join_digests(evicted)))
@@ -159,6 +167,17 @@ class BlockPool:
                 self._policy.supersede(block)
         return found
 
+    def mark(self, digests: Sequence[BlockHash], standing: int, *, expected: float = 0.0, session: int = 0) -> int:
+        """What blocks are worth while nobody uses them (prefix_cache.worth); `digests` in the order of their sequence,
+        unknown ones are skipped. Returns how many were found."""
+        found = 0
+        for digest in reversed(digests):
+            block = self._by_digest.get(digest)
+            if block is not None:
+                found += 1
+                self._policy.mark(block, standing, expected, session)
+        return found
+
     def publish(self, blocks: Sequence[int], digests: Sequence[BlockHash], parent: BlockHash) -> list[int]:
         """Makes full, computed blocks of one sequence findable; they follow each other, `parent` is the digest before them.
 
@@ -208,6 +227,8 @@ class BlockPool:
         while len(self._policy):
             self._free.append(self._policy.pop())
         self._by_digest.clear()
+        for block in range(self.num_blocks):
+            self._policy.forget(block)
         self._superseded.clear()
         self._digests = [None] * self.num_blocks
         self._events.append(AllCleared())

@@ -26,6 +26,11 @@ class SharedSessions:
         self._gaps.start()
 
     @property
+    def link(self) -> RedisLink:
+        """The connection, for what else gateways share."""
+        return self._link
+
+    @property
     def up(self) -> bool:
         """Whether Redis is in use now."""
         return self._link.up

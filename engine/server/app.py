@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 import msgspec
 from aiohttp import web
@@ -18,6 +18,8 @@ from engine.server.metrics import CONTENT_TYPE, EngineMetrics
 from engine.server.prompt_memory import PromptMemory
 from engine.server.replies import errors_as_replies, json_reply, refusal
 from engine.server.retention import WaitingTable
+from engine.server.stream import RequestStream
+from engine.server.vllm.token_book import TokenBook
 from engine.thread import EngineThread, Unavailable
 from gateway.workers.protocol import (
     MAX_RETENTION_HINTS,
@@ -55,6 +57,7 @@ class ReplicaApp:
         self._closing = False
         self._wakes: set[asyncio.Event] = set()
         self._prompts = PromptMemory(config.prompt_memory)
+        self._book: TokenBook | None = None
         self.waiting = WaitingTable()
         self.app = web.Application(middlewares=[errors_as_replies])
         self.app.add_routes(
@@ -72,8 +75,9 @@ class ReplicaApp:
             ]
         )
 
-    def attach(self, engine: EngineThread) -> None:
-        """From now on requests go to `engine`, which has been started."""
+    def attach(self, engine: EngineThread, book: TokenBook | None = None) -> None:
+        """From now on requests go to `engine`, which has been started. `book` is told of their prompts."""
+        self._book = book
         self._metrics = EngineMetrics(engine, self.waiting)
         engine.observers.append(self._metrics)
         self._engine = engine
@@ -125,7 +129,7 @@ class ReplicaApp:
         return json_reply(SupersedeReply(await engine.supersede(split_digests(joined))))
 
     async def _retain(self, request: web.Request) -> web.StreamResponse:
-        self._ready_engine()
+        engine = self._ready_engine()
         body = await read_body(request, _RETAIN_BODY, self._config.body_timeout)
         hints = decode(request, body, RetainRequest).hints
         if len(hints) > MAX_RETENTION_HINTS:
@@ -133,11 +137,24 @@ class ReplicaApp:
             raise RequestRefused("invalid_request", message, "hints")
         for hint in hints:
             self.waiting.told(hint)
+        engine.retain(hints)
         return json_reply(RetainReply(len(self.waiting)))
 
     async def _waiting_sessions(self, request: web.Request) -> web.StreamResponse:
         self._ready_engine()
         return json_reply(self.waiting.shown())
+
+    async def _submitted(
+        self, engine: EngineThread, wanted: GenerateRequest, arrived: float, trace_headers: Mapping[str, str]
+    ) -> RequestStream:
+        if self._book is None or engine.knows(wanted.request_id):
+            return await engine.submit(wanted, arrived, trace_headers)
+        self._book.began(wanted)
+        try:
+            return await engine.submit(wanted, arrived, trace_headers)
+        except BaseException:
+            self._book.forget(wanted.request_id)
+            raise
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         arrived = time.monotonic()
@@ -150,7 +167,7 @@ class ReplicaApp:
         wanted = self._prompts.whole(wanted)
         self.waiting.returned(wanted.tenant, wanted.session)
         trace_headers = {name: request.headers[name] for name in _TRACE_HEADERS if name in request.headers}
-        stream = await engine.submit(wanted, arrived, trace_headers)
+        stream = await self._submitted(engine, wanted, arrived, trace_headers)
         response = web.StreamResponse(headers={"Content-Type": NDJSON})
         try:
             if not await _begin(request, response):

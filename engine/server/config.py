@@ -17,6 +17,9 @@ class ServerConfig:
     two writes to one. `shutdown_timeout`: how long streams may go on after the signal to stop.
     `prompt_memory`: bytes of prompts remembered, so that their sessions need not send them
     again.
+
+    `kv_events`, `kv_replay`: ZMQ addresses to bind, where KV events are published as vLLM does, and replayed; None: not at all.
+    `kv_topic`: of the messages.
     """
 
     max_body: int | None = None
@@ -25,6 +28,9 @@ class ServerConfig:
     heartbeat: float = 5.0
     max_subscribers: int = 64
     shutdown_timeout: float = 30.0
+    kv_events: str | None = None
+    kv_replay: str | None = None
+    kv_topic: str = ""
     event_gather: float = 0.02
     prompt_memory: int = 64 * 2**20
 

@@ -14,8 +14,9 @@ from prometheus_client.registry import Collector
 
 from engine.server.retention import WaitingTable
 from engine.server.stream import RequestStream
+from engine.server.vllm.metrics import VllmMetrics
 from engine.thread import EngineThread
-from gateway.workers.protocol import Chunk, Done, Failed, Started, Tokens
+from gateway.workers.protocol import Chunk, Done, Failed, Started, TierStats, Tokens
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
@@ -38,6 +39,7 @@ class EngineMetrics:
             return Histogram(f"{_PREFIX}{name}_seconds", text, buckets=buckets, registry=registry)
 
         self._registry = registry
+        self._vllm = VllmMetrics(engine, registry)
         self._step = histogram("step", "One step of the engine.", _STEP)
         self._first_token = histogram("time_to_first_token", "From the arrival of a request to its first token.", _FIRST_TOKEN)
         self._token = histogram("inter_token_latency", "Between two tokens of a request, all its choices together.", _TOKEN)
@@ -55,6 +57,7 @@ class EngineMetrics:
         self._step.observe(seconds)
 
     def chunk_arrived(self, stream: RequestStream, chunk: Chunk, at: float) -> None:
+        self._vllm.chunk_arrived(stream, chunk, at)
         if isinstance(chunk, Tokens):
             if stream.last_token_at is None:
                 self._first_token.observe(at - stream.arrived)
@@ -68,6 +71,7 @@ class EngineMetrics:
             self._decode.observe(chunk.decode_seconds)
 
     def request_ended(self, stream: RequestStream, at: float) -> None:
+        self._vllm.request_ended(stream, at)
         self._duration.observe(at - stream.arrived)
         self._ended.labels(outcome_of(stream)).inc()
 
@@ -116,10 +120,13 @@ class _StatsCollector(Collector):
             ("prefill_tokens_per_second", "Prefill rate of the last steps.", stats.prefill_tokens_per_second),
             ("decode_tokens_per_second", "Decode rate of the last steps.", stats.decode_tokens_per_second),
             ("event_subscribers", "Open KV event streams.", self._engine.events.subscribers),
+            ("requests_loading", "Sequences whose blocks are on their way from a tier.", stats.loading),
             ("waiting_sessions", "Sessions between two turns, by the hints of gateways.", len(self._waiting)),
             ("event_log_bytes", "KV events kept for replay.", self._engine.events.tail_bytes),
         ):
             yield GaugeMetricFamily(_PREFIX + name, text, value)
+        if stats.tiers:
+            yield from _tier_families(stats.tiers)
         for name, text, value in (
             ("steps", "Steps of the engine.", stats.steps_total),
             ("requests", "Requests queued.", stats.requests_total),
@@ -129,6 +136,34 @@ class _StatsCollector(Collector):
             ("generated_tokens", "Tokens generated.", stats.generated_tokens_total),
             ("preemptions", "Sequences that gave their blocks back to be computed again.", stats.preemptions_total),
             ("retention_hints", "Hints of gateways when a session will be back.", self._waiting.hints),
+            ("lost_blocks", "Blocks that a session came back for and that were computed again.", stats.lost_blocks_total),
+            ("prefetched_blocks", "Blocks brought into memory before anybody asked.", stats.prefetched_blocks_total),
+            ("useless_prefetches", "Those of them that nobody asked for in ten minutes.", stats.useless_prefetches_total),
             ("kv_event_batches", "KV event batches published.", self._engine.events.seq),
         ):
             yield CounterMetricFamily(_PREFIX + name, text, value)
+
+
+def _tier_families(tiers: tuple[TierStats, ...]) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
+    """What the tiers below the device hold and have done, by tier."""
+    for name, text, gauge in (
+        ("blocks", "Blocks that a tier holds, for all who share it.", "blocks"),
+        ("used_bytes", "What they take.", "used_bytes"),
+        ("max_bytes", "What they may take.", "max_bytes"),
+        ("seconds_per_block", "What loading a block takes, measured.", "seconds_per_block"),
+    ):
+        family = GaugeMetricFamily(f"{_PREFIX}tier_{name}", text, labels=["tier"])
+        for tier in tiers:
+            family.add_metric([tier.name], getattr(tier, gauge))
+        yield family
+    for name, text, total in (
+        ("hit_tokens", "Prompt tokens whose KV was loaded.", "hit_tokens_total"),
+        ("stored_blocks", "Blocks stored, by all who share the tier.", "stored_blocks_total"),
+        ("evicted_blocks", "Blocks given up for others.", "evicted_blocks_total"),
+        ("healed_blocks", "Damaged blocks found and thrown away.", "healed_blocks_total"),
+        ("errors", "Errors of the system.", "errors_total"),
+    ):
+        counter = CounterMetricFamily(f"{_PREFIX}tier_{name}", text, labels=["tier"])
+        for tier in tiers:
+            counter.add_metric([tier.name], getattr(tier, total))
+        yield counter

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
+import re
 import signal
+import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
 
 from aiohttp import web
 
@@ -19,6 +22,10 @@ from engine.server.app import ReplicaApp
 from engine.server.config import ServerConfig
 from engine.server.listen import BACKLOG, Address, Listener, listen
 from engine.thread import EngineThread, EngineThreadConfig
+
+if TYPE_CHECKING:  # ZMQ is loaded only where it is used
+    from engine.server.registration import Registrar, RegistrationConfig
+    from engine.server.vllm.publisher import KVEventPublisher
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +55,7 @@ async def serve(
     thread_config: EngineThreadConfig,
     *,
     otlp_url: str | None = None,
+    registration: RegistrationConfig | None = None,
     on_ready: Callable[[Ready], None],
 ) -> int:
     """Serves until a signal comes (returns 0) or the engine fails for good (returns 3).
@@ -59,7 +67,7 @@ async def serve(
     listener = listen(address, config.write_timeout)
     try:
         with _signals() as signals:
-            return await _serve(load, listener, config, thread_config, otlp_url, on_ready, signals)
+            return await _serve(load, listener, config, thread_config, otlp_url, registration, on_ready, signals)
     finally:
         listener.close()
 
@@ -104,6 +112,7 @@ async def _serve(
     config: ServerConfig,
     thread_config: EngineThreadConfig,
     otlp_url: str | None,
+    registration: RegistrationConfig | None,
     on_ready: Callable[[Ready], None],
     signals: _Signals,
 ) -> int:
@@ -117,6 +126,8 @@ async def _serve(
     core: EngineCore[Any] | None = None
     engine: EngineThread | None = None
     close_tracing: Callable[[], None] | None = None
+    publisher: KVEventPublisher | None = None
+    registrar: Registrar | None = None
     try:
         core = await _first_of(_on_daemon_thread(load), signals.first)
         if core is None:
@@ -130,18 +141,34 @@ async def _serve(
             engine.observers.append(tracing)
             close_tracing = tracing.close
         await engine.start()
-        replica.attach(engine)
+        if config.kv_events is not None:
+            from engine.server.vllm.publisher import KVEventPublisher
+
+            publisher = KVEventPublisher(engine, config.kv_events, config.kv_replay, config.kv_topic)
+            await publisher.start()
+        replica.attach(engine, publisher.book if publisher is not None else None)
         on_ready(Ready(listener.url, core.info.instance, os.getpid()))
+        if registration is not None:
+            from engine.server.registration import Registrar
+
+            registrar = Registrar(_complete(registration, listener.url))
+            await registrar.start()
         failure = await _first_of(engine.failed(), signals.first)
         if failure is not None:
             logger.error("%s", failure)
             return EXIT_ENGINE_FAILED
+        if registrar is not None:
+            await registrar.stop()  # before anything is refused
         await site.stop()  # no new connections; open ones are told that the replica shuts down
         logger.info("shutting down: %d requests in flight have %g seconds", engine.in_flight, config.shutdown_timeout)
         await _first_of(engine.drain(config.shutdown_timeout), signals.second)
         return EXIT_OK
     finally:
+        if registrar is not None:
+            await registrar.stop()
         replica.end_subscriptions()
+        if publisher is not None:
+            await publisher.aclose()
         if engine is not None:
             await engine.close()
         if isinstance(core, Closeable):
@@ -149,6 +176,13 @@ async def _serve(
         await runner.cleanup()
         if close_tracing is not None:
             await asyncio.to_thread(close_tracing)
+
+
+def _complete(registration: RegistrationConfig, url: str) -> RegistrationConfig:
+    """With the address and name that follow from where it listens."""
+    url = registration.url or url
+    name = registration.name or f"{socket.gethostname()}-{re.sub(r'[^A-Za-z0-9]+', '-', url).strip('-')}"
+    return dataclasses.replace(registration, url=url, name=name[:128])
 
 
 def _on_daemon_thread(work: Callable[[], ResultT]) -> asyncio.Future[ResultT]:

@@ -8,9 +8,10 @@ from typing import Any
 
 from aiohttp import web
 
+from gateway.admission.limits import RateLimits
 from gateway.apis.bodies import parse_object, read_body
 from gateway.apis.endpoint import Arrival
-from gateway.apis.headers import KNOWN_AS
+from gateway.apis.headers import KNOWN_AS, LIMITS
 from gateway.auth import ApiKeys, Caller
 from gateway.config import GatewayConfig
 from gateway.telemetry.stages import StageTimes
@@ -25,6 +26,7 @@ class Arrivals:
         self,
         config: GatewayConfig,
         keys: ApiKeys,
+        limits: RateLimits,
         stages: StageTimes,
         *,
         keeps_raw: Callable[[Mapping[str, Any]], bool] = lambda body: False,
@@ -32,6 +34,7 @@ class Arrivals:
         """`keeps_raw`: whose bodies are needed as they came."""
         self._keeps_raw = keeps_raw
         self._stages = stages
+        self._limits = limits
         self._keys = keys
         self._http = config.http
         self._sources = config.session_sources
@@ -57,14 +60,15 @@ class Arrivals:
         self._keys.require_admin(request)
 
     async def body(self, request: web.Request) -> tuple[Arrival, list[str]]:
-        """The request's JSON object, and warnings. The key is checked before anything is read."""
-        self.tenant(request)
+        """The request's JSON object, and warnings. The key, and how often it came, are checked before anything is read."""
+        caller = self.caller(request)
+        request[LIMITS] = dict(await self._limits.request(caller))
         wall_clock, monotonic = time.time(), time.monotonic()
         raw = await read_body(request, max_bytes=self._http.max_body_bytes, timeout=self._http.body_timeout)
         with self._stages.spent("parse"):
             body, warnings = parse_object(raw)
         kept = raw if self._keeps_raw(body) else b""
-        return Arrival(request, request[KNOWN_AS], body, wall_clock, monotonic, kept), warnings
+        return Arrival(request, request[KNOWN_AS], body, wall_clock, monotonic, caller, kept), warnings
 
     async def turn(self, request: web.Request) -> tuple[Arrival, SessionRef, list[str]]:
         """As `body`, with the session that the request belongs to."""

@@ -12,8 +12,11 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from gateway.admission.gate import Gate
+from gateway.admission.priority import ranked
 from gateway.apis.codec import Answer
 from gateway.apis.headers import (
+    LIMITS,
     REQUEST_ID,
     attached_header,
     miss_header,
@@ -22,15 +25,17 @@ from gateway.apis.headers import (
     warning_header,
 )
 from gateway.apis.sse import PING, ClientGoneError, EventStream
+from gateway.auth import Caller
 from gateway.choices import ChoiceDelta, TurnEvent
 from gateway.config import HttpConfig
 from gateway.histories.keeper import TurnHistory
 from gateway.models import ServedModel
+from gateway.patience import Patience
 from gateway.pipeline import Pipeline
 from gateway.running import RunningTurn
 from gateway.turn import Prompt, Turn, TurnError, TurnRecord
 from gateway.turns.registry import Joined, TurnRegistry, idempotency_key
-from gateway.turns.shared import Begun, Reader, is_refusal
+from gateway.turns.shared import Begun, Reader, SharedTurn, is_refusal
 from gateway.workers.protocol import WorkerInfo
 
 log = logging.getLogger(__name__)
@@ -50,6 +55,7 @@ class Arrival:
     body: Mapping[str, Any]
     wall_clock: float
     monotonic: float
+    caller: Caller
     raw: bytes = b""
 
 
@@ -67,8 +73,9 @@ class _Outcome:
 class TurnEndpoint:
     """Delivers turns. One object serves every API of the gateway."""
 
-    def __init__(self, pipeline: Pipeline, http: HttpConfig, turns: TurnRegistry) -> None:
+    def __init__(self, pipeline: Pipeline, http: HttpConfig, turns: TurnRegistry, gate: Gate) -> None:
         self._pipeline = pipeline
+        self._gate = gate
         self._http = http
         self._turns = turns
 
@@ -88,6 +95,8 @@ class TurnEndpoint:
         server runs with handler_cancellation); the last one that reads a turn ends the generation on its worker, queued,
         prefilling or decoding.
         """
+        turn, priority = ranked(turn, arrival.request.headers, arrival.caller)
+        patience = Patience(self._http.request_timeout, self._http.stall_timeout, arrival.monotonic)
         span = self._pipeline.telemetry.start_turn(answer.operation, turn, arrival.request.headers)
         outcome = _Outcome()
         failure: BaseException | None = None
@@ -98,16 +107,23 @@ class TurnEndpoint:
 
         async def start() -> Begun:
             info = self._pipeline.pool_info(model)
+            self._gate.check(model.name, turn, priority)
             prompts, history = await make_prompts(info)
             watched = self._pipeline.watch.began(turn, history)
+            admitted = await self._gate.enter(arrival.caller, model.name, turn, priority, prompts, history, info)
+            arrival.request[LIMITS].update(admitted.headers)
+            span.admitted(priority, admitted.waited)
             try:
+                admitted.going()
                 running = await self._pipeline.run(
-                    model, turn, prompts, info, span.trace_headers(), history=history, plain=plain
+                    model, turn, prompts, info, span.trace_headers(), history=history, plain=plain, ended=admitted.left
                 )
             except BaseException as error:
+                admitted.left(None)
                 if not is_refusal(error):
                     await asyncio.shield(self._pipeline.settle(history, None))
                 raise
+            admitted.gone()
             for receipt in running.receipts:
                 span.dispatched(receipt)
             return Begun(running, history, watched)
@@ -117,6 +133,21 @@ class TurnEndpoint:
             self._pipeline.watch.ended(begun.watched, running)
             missed = begun.watched is not None and begun.watched.miss is not None
             await self._pipeline.settle(begun.history, running, final=turn.session.final, missed=missed)
+
+        async def begin(shared: SharedTurn) -> Begun:
+            try:
+                begun = await patience.until(shared.begun())
+            except TurnError as error:
+                if stream is not None and stream.is_open:
+                    await stream.send(answer.failure(error))
+                    await stream.close()
+                raise
+            patience.heard()
+            outcome.running = begun.running
+            if joined is not None and joined.how is not None:
+                for receipt in outcome.running.receipts:
+                    span.dispatched(receipt, counted=False)
+            return begun
 
         def first_token() -> None:
             outcome.first_token = time.monotonic() - arrival.monotonic
@@ -139,24 +170,27 @@ class TurnEndpoint:
                 answer.adopt(joined.answer)
                 span.attached(joined.how, joined.first)
             try:
-                begun = await joined.reader.shared.begun()
-                outcome.running = begun.running
-                if joined.how is not None:
-                    for receipt in outcome.running.receipts:
-                        span.dispatched(receipt, counted=False)
+                shared = joined.reader.shared
                 if turn.stream:
                     stream = EventStream(arrival.request, write_timeout=self._http.write_timeout)
+                    await self._keep_waiting(stream, arrival, turn, joined, patience)
+                begun = await begin(shared)
+                if stream is not None:
                     response = stream.response
-                    failure = await self._stream(stream, arrival, turn, joined, begun, answer, first_token)
+                    failure = await self._stream(stream, arrival, turn, joined, begun, answer, first_token, patience)
                 else:
-                    response = await self._whole(arrival, turn, joined, begun, answer, first_token)
+                    response = await self._whole(arrival, turn, joined, begun, answer, first_token, patience)
             finally:
                 await self._turns.leave(joined)
         except BaseException as error:
             # Hanging up after the last event is how a satisfied client leaves; it is not the turn's failure.
             satisfied = stream is not None and stream.delivered and isinstance(error, ClientGoneError | asyncio.CancelledError)
             failure = None if satisfied else error
-            if not isinstance(error, ClientGoneError) or response is None:
+            response = stream.response if stream is not None else None
+            told = isinstance(error, ClientGoneError) or (
+                isinstance(error, TurnError) and stream is not None and stream.is_open
+            )
+            if not told or response is None:
                 raise
         finally:
             if failure is None and outcome.running is not None:
@@ -194,10 +228,18 @@ class TurnEndpoint:
         begun: Begun,
         answer: Answer,
         first_token: Callable[[], None],
+        patience: Patience,
     ) -> web.Response:
         reader, running = joined.reader, begun.running
         seen = False
-        while await reader.wait() and (event := reader.take()) is not None:
+        while True:
+            if not await reader.wait(patience.left()):
+                patience.check()
+                continue
+            event = reader.take()
+            if event is None:
+                break
+            patience.heard()
             if not seen and _has_tokens(event):
                 seen = True
                 first_token()
@@ -218,6 +260,20 @@ class TurnEndpoint:
             **warning_header((*turn.warnings, *begun.running.warnings)),
         }
 
+    async def _keep_waiting(
+        self, stream: EventStream, arrival: Arrival, turn: Turn, joined: Joined, patience: Patience
+    ) -> None:
+        """Waits until the turn is on its workers, or never will be. A client that has waited for long gets headers, which
+        cannot say where the turn goes, and comments: what goes wrong from then on is told in the stream."""
+        shared, interval = joined.reader.shared, self._http.ping_interval
+        if await shared.wait_begun(patience.within(self._http.headers_within)) or patience.over:
+            return
+        known = {**session_headers(turn.session), **attached_header(joined.how, joined.first), **warning_header(turn.warnings)}
+        await stream.open({REQUEST_ID: arrival.request_id, **known})
+        await stream.send(PING)
+        while not await shared.wait_begun(patience.within(max(0.0, interval - stream.idle))) and not patience.over:
+            await stream.send(PING)
+
     async def _stream(
         self,
         stream: EventStream,
@@ -227,16 +283,18 @@ class TurnEndpoint:
         begun: Begun,
         answer: Answer,
         first_token: Callable[[], None],
+        patience: Patience,
     ) -> TurnError | None:
         """Returns the error that the stream ended with. Raises TurnError while nothing was sent, ClientGoneError."""
         # The headers can say what was cached once the prompts have left their queues; but they do not wait for ever.
         running = begun.running
-        started = await joined.reader.shared.wait_started(self._http.headers_within)
-        await stream.open(self._headers(arrival, turn, joined, begun, started=started))
+        if not stream.is_open:
+            started = await joined.reader.shared.wait_started(self._http.headers_within)
+            await stream.open(self._headers(arrival, turn, joined, begun, started=started))
         await stream.send(answer.opening(running))
         failure: TurnError | None = None
         try:
-            await self._pump(stream, joined.reader, answer, first_token)
+            await self._pump(stream, joined.reader, answer, first_token, patience)
             await stream.send(answer.closing(running), last=True)
         except TurnError as error:
             failure = error
@@ -250,12 +308,16 @@ class TurnEndpoint:
         await stream.close()
         return failure
 
-    async def _pump(self, stream: EventStream, reader: Reader, answer: Answer, first_token: Callable[[], None]) -> None:
+    async def _pump(
+        self, stream: EventStream, reader: Reader, answer: Answer, first_token: Callable[[], None], patience: Patience
+    ) -> None:
         """Events to the client; a comment whenever nothing was sent for `ping_interval`, also while text is withheld."""
         interval = self._http.ping_interval
         seen = False
         while True:
-            if await reader.wait(max(0.0, interval - stream.idle)):
+            left, quiet = patience.left(), max(0.0, interval - stream.idle)
+            if await reader.wait(quiet if left is None else min(quiet, left)):
+                patience.heard()
                 frames: list[bytes] = []
                 while reader.ready and (event := reader.take()) is not None:
                     if not seen and _has_tokens(event):
@@ -266,6 +328,8 @@ class TurnEndpoint:
                 await stream.send(b"".join(frames))
                 if event is None:
                     return
+            else:
+                patience.check()
             if stream.idle >= interval:
                 await stream.send(PING)
 

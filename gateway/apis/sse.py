@@ -47,6 +47,11 @@ class EventStream:
         self._last_write = self._loop.time()
 
     @property
+    def is_open(self) -> bool:
+        """Status and headers were sent: what goes wrong now can only be told in the stream."""
+        return self.response.prepared
+
+    @property
     def idle(self) -> float:
         """Seconds since something was sent."""
         return self._loop.time() - self._last_write

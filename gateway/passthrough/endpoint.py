@@ -10,8 +10,10 @@ from collections.abc import Mapping
 import orjson
 from aiohttp import web
 
+from gateway.admission.gate import Gate, Pass, has_answers
+from gateway.admission.priority import ranked
 from gateway.apis.endpoint import CLIENT_CLOSED_REQUEST, Arrival
-from gateway.apis.headers import REPLICA, REQUEST_ID, session_headers
+from gateway.apis.headers import LIMITS, REPLICA, REQUEST_ID, session_headers
 from gateway.apis.openai.errors import error_body
 from gateway.apis.sse import ClientGoneError
 from gateway.config import HttpConfig
@@ -19,6 +21,7 @@ from gateway.dispatch import PoolDispatcher
 from gateway.passthrough.forward import Forwarding, Text, forward
 from gateway.passthrough.text import BYTES_PER_TOKEN, answer_limit, chunk_digests, prompt_text
 from gateway.passthrough.usage import AnswerReader
+from gateway.running import Usage
 from gateway.telemetry.telemetry import Operation, Telemetry, TurnSpan
 from gateway.turn import SessionRef, Turn, TurnError
 from gateway.workers.base import WorkerUnavailableError
@@ -41,7 +44,11 @@ _NOT_SENT_BACK = frozenset({*_CONNECTION, "set-cookie", "server", "date"})
 class PassThrough:
     """Turns of models that opaque workers serve."""
 
-    def __init__(self, dispatcher: PoolDispatcher, telemetry: Telemetry, http: HttpConfig, max_attempts: int) -> None:
+    def __init__(
+        self, dispatcher: PoolDispatcher, telemetry: Telemetry, http: HttpConfig, max_attempts: int, gate: Gate | None = None
+    ) -> None:
+        """`gate`: what lets turns in; without it every turn begins at once."""
+        self._gate = gate
         self._dispatcher = dispatcher
         self._telemetry = telemetry
         self._http = http
@@ -69,12 +76,21 @@ class PassThrough:
             messages=(),
             stream=bool(arrival.body.get("stream")),
         )
+        turn, priority = ranked(turn, arrival.request.headers, arrival.caller)
         span = self._telemetry.start_turn(operation, turn, arrival.request.headers)
         forwarding: Forwarding | None = None
+        admitted: Pass | None = None
         failure: BaseException | None = None
         reader = AnswerReader(stream=False)
         try:
             text = self._text(arrival, turn)
+            if self._gate is not None:
+                admitted = await self._gate.enter_opaque(
+                    arrival.caller, turn, priority, text.tokens, continuing=has_answers(arrival.body.get("messages"))
+                )
+                arrival.request[LIMITS].update(admitted.headers)
+                span.admitted(priority, admitted.waited)
+                admitted.going()
             forwarding = await forward(
                 self._dispatcher,
                 model=turn.model,
@@ -98,6 +114,12 @@ class PassThrough:
         finally:
             if forwarding is not None:
                 forwarding.close()
+            if admitted is not None:
+                said = reader.usage
+                used = None
+                if said is not None:
+                    used = Usage(said.prompt_tokens, said.cached_tokens or 0, said.completion_tokens)
+                admitted.left(used, began=forwarding is not None)
             self._conclude(arrival, turn, span, forwarding, reader, failure)
 
     def _text(self, arrival: Arrival, turn: Turn) -> Text:

@@ -10,12 +10,15 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from gateway.telemetry.routing import RouteMetrics
 from gateway.telemetry.stages import StageTimes
 from gateway.workers.views import WorkerView
 from sessions.shared import SharedSessions
 from sessions.store import StoreStats
 
 if TYPE_CHECKING:
+    from gateway.admission.controller import Admission
+    from gateway.admission.limits import RateLimits
     from gateway.server import HttpServer
 
 # Buckets of gen_ai.server.request.duration, .time_to_first_token and .time_per_output_token, in seconds.
@@ -24,6 +27,7 @@ FIRST_TOKEN_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.
 PER_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 
 MetricT = TypeVar("MetricT", Counter, Histogram)
+WAIT_BUCKETS = (0.001, 0.01, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 _MAX_MODELS = 64
 _MAX_WORKERS = 1024
@@ -116,8 +120,16 @@ class GatewayMetrics:
         self.superseded_blocks = Counter(
             prefix + "superseded_blocks", "Blocks that a session's rewritten history left behind", registry=self.registry
         )
+        self.admission_wait = Histogram(
+            prefix + "admission_wait_seconds",
+            "Time that turns waited for a worker with room",
+            ("priority",),
+            buckets=WAIT_BUCKETS,
+            registry=self.registry,
+        )
         self.spans = counter("spans", "Spans handed to the OTLP exporter, by result", "result")
         self.in_flight = Gauge(prefix + "turns_in_flight", "Turns that have arrived and not ended", registry=self.registry)
+        self.routing = RouteMetrics(self.registry)
         self.stages = StageTimes()
         self.registry.register(_StagesCollector(self.stages))
         self._models: set[str] = set()
@@ -139,6 +151,10 @@ class GatewayMetrics:
     def watch_sessions(self, stats: Callable[[], StoreStats]) -> None:
         """Where to find the sessions when somebody scrapes. Call once."""
         self.registry.register(_SessionsCollector(stats))
+
+    def watch_admission(self, admission: Admission, limits: RateLimits) -> None:
+        """Where to find what waits and what was turned away when somebody scrapes. Call once."""
+        self.registry.register(_AdmissionCollector(admission, limits))
 
     def watch_connections(self, server: HttpServer) -> None:
         """Where to find the connections when somebody scrapes. Call once."""
@@ -205,6 +221,38 @@ class _PoolCollector(Collector):
                 if value is not None:
                     family.add_metric((view.name,), value)
             yield family
+
+
+class _AdmissionCollector(Collector):
+    def __init__(self, admission: Admission, limits: RateLimits) -> None:
+        self._admission = admission
+        self._limits = limits
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        admission, prefix = self._admission, "turnkeep_gateway_admission_"
+        queued = GaugeMetricFamily(prefix + "queued", "Turns that wait for a worker with room", labels=("priority",))
+        for priority, depth in admission.depths().items():
+            queued.add_metric((priority,), depth)
+        yield queued
+        yield GaugeMetricFamily(prefix + "queued_tokens", "Prompt tokens of those", value=admission.queued_tokens())
+        yield GaugeMetricFamily(prefix + "in_flight", "Turns that were let in and have not ended", value=admission.in_flight)
+        shed = CounterMetricFamily(
+            prefix + "shed", "Turns that were turned away: births are first turns of sessions", labels=("reason", "kind")
+        )
+        for (reason, kind), count in sorted(admission.sheds.items()):
+            shed.add_metric((reason, kind), count)
+        yield shed
+        limited = CounterMetricFamily(
+            "turnkeep_gateway_rate_limited",
+            "Requests over the limits of their key, by which",
+            labels=("of",),
+        )
+        for what in ("requests", "tokens"):
+            limited.add_metric((what,), self._limits.refused[what])
+        yield limited
 
 
 class _ConnectionsCollector(Collector):

@@ -122,6 +122,11 @@ class SharedTurn:
         """The turn, once its prompts are on their workers. Raises TurnError."""
         return await asyncio.shield(self._starting)
 
+    async def wait_begun(self, timeout: float) -> bool:
+        """Whether `begun` would return, or raise, at once within `timeout` seconds."""
+        await asyncio.wait({self._starting}, timeout=timeout)
+        return self._starting.done()
+
     async def wait_started(self, timeout: float) -> bool:
         """Whether the prompts have left their queues within `timeout` seconds. Raises TurnError when they never will."""
         await asyncio.wait({self._queued}, timeout=timeout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -19,9 +20,10 @@ class Phase(Enum):
 class Lease:
     """One request's entry in the books. `close` strikes it out, once, whatever happened before."""
 
-    __slots__ = ("_books", "phase", "prompt_tokens", "work_tokens")
+    __slots__ = ("_books", "blocks", "phase", "prompt_tokens", "work_tokens")
 
-    def __init__(self, books: InFlight, prompt_tokens: int, work_tokens: int) -> None:
+    def __init__(self, books: InFlight, prompt_tokens: int, work_tokens: int, blocks: int) -> None:
+        self.blocks = blocks
         self._books = books
         self.prompt_tokens = prompt_tokens
         self.work_tokens = work_tokens
@@ -49,6 +51,8 @@ class Lease:
         if self.phase is Phase.RUNNING:
             self.phase = Phase.CLOSED
             self._books.running -= 1
+            self._books.blocks -= self.blocks
+            self._books.freed()
 
 
 @dataclass(slots=True)
@@ -56,21 +60,25 @@ class InFlight:
     """Requests and tokens in flight on one worker.
 
     `queued_tokens`: prompt tokens still to be computed (without what is expected to be cached) of requests whose first
-    token has not come. `waiting_prompt_tokens`: the whole prompts of those, the measure that workers report.
+    token has not come. `waiting_prompt_tokens`: the whole prompts of those, the measure that workers report. `blocks`: of KV
+    that all of them may need until they end. `freed` is called whenever a request has ended.
     """
 
     waiting: int = 0
     running: int = 0
     queued_tokens: int = 0
     waiting_prompt_tokens: int = 0
+    blocks: int = 0
+    freed: Callable[[], None] = lambda: None
 
     @property
     def requests(self) -> int:
         return self.waiting + self.running
 
-    def open(self, prompt_tokens: int, matched_tokens: int) -> Lease:
-        """Books a request that is about to be sent."""
-        lease = Lease(self, prompt_tokens, max(prompt_tokens - matched_tokens, 0))
+    def open(self, prompt_tokens: int, matched_tokens: int, blocks: int = 0) -> Lease:
+        """Books a request that is about to be sent. `blocks`: of KV that it may need until it ends."""
+        lease = Lease(self, prompt_tokens, max(prompt_tokens - matched_tokens, 0), blocks)
+        self.blocks += blocks
         self.waiting += 1
         self.queued_tokens += lease.work_tokens
         self.waiting_prompt_tokens += prompt_tokens

@@ -54,7 +54,9 @@ class Breaker:
         self._trial_since = None
 
     def failed(self, now: float) -> None:
-        """The worker failed."""
+        """The worker failed. What was sent before it was left alone says nothing new: a death with twenty streams is one."""
+        if self._open_until is not None and now < self._open_until:
+            return
         self.failures += 1
         if self.failures >= self.threshold:
             self._pause = min(max(self._pause * 2, self.first), self.longest)

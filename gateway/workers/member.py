@@ -73,6 +73,8 @@ class Member:
         self.stats: WorkerStats | None = None
         self.last_heard = clock()
         self.missed = 0
+        self.drained = False
+        """An operator has asked that nothing new goes there."""
         self.streams: set[ChunkStream] = set()
         self._index = index
         self._watcher = watcher
@@ -112,7 +114,12 @@ class Member:
     @property
     def available(self) -> bool:
         """May be sent a request now."""
-        return self.state is State.READY and self.breaker.allows(self._clock())
+        return self.state is State.READY and not self.draining and self.breaker.allows(self._clock())
+
+    @property
+    def draining(self) -> bool:
+        """Finishes what it has and gets nothing new: an operator said so, or the worker itself, which shuts down."""
+        return self.drained or (self.stats is not None and self.stats.draining)
 
     @property
     def events_lag(self) -> float | None:

@@ -48,6 +48,7 @@ class WorkerPool:
         self._aliases = dict(aliases or {})
         self._retry_after = retry_after
         self._members: dict[str, Member] = {}
+        self._drained: set[str] = set()  # names that operators gave; at most as many as there were workers
         self._specs: dict[str, WorkerSpec] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
@@ -61,6 +62,7 @@ class WorkerPool:
             return
         self.remove(name)
         member = Member(name, self._make_client(spec), self._index, self, self._probes, self._clock)
+        member.drained = name in self._drained
         self._specs[name] = spec
         self._members[name] = member
         member.start()
@@ -76,6 +78,19 @@ class WorkerPool:
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
         self.changed(member)
+        return True
+
+    def drain(self, name: str, draining: bool = True) -> bool:
+        """From now on nothing new goes to a worker, and what runs there comes to its end; `draining` False takes it back. It
+        holds for whoever bears the name, also after a restart. False when there is nobody of that name."""
+        member = self._members.get(name)
+        if member is None:
+            return False
+        (self._drained.add if draining else self._drained.discard)(name)
+        if member.drained is not draining:
+            member.drained = draining
+            log.info("worker %s %s", name, "is drained: nothing new goes there" if draining else "takes requests again")
+            self.changed(member)
         return True
 
     async def close(self) -> None:
@@ -153,7 +168,9 @@ class WorkerPool:
     def none_up(self, model: str) -> TurnError:
         """The answer while no worker of a model can be used; says how the workers are."""
         states = "; ".join(
-            f"{m.name} is {m.state.value}" + (f" ({m.detail})" if m.detail else "") for m in self._members.values()
+            f"{m.name} is {'draining' if m.state is State.READY and m.draining else m.state.value}"
+            + (f" ({m.detail})" if m.detail else "")
+            for m in self._members.values()
         )
         return TurnError(
             503,
@@ -176,6 +193,7 @@ class WorkerPool:
                 queued_tokens=member.books.queued_tokens,
                 indexed_blocks=self._index.blocks(member.name),
                 events_lag=member.events_lag,
+                draining=member.draining,
             )
             for member in self._members.values()
         ]

@@ -111,15 +111,15 @@ class WorkerTransport:
                     allow_redirects=False,
                     trace_request_ctx=use,
                 )
-            except (aiohttp.ServerDisconnectedError, ConnectionResetError, BrokenPipeError) as error:
-                # A kept-alive connection that the worker closed just now says nothing about the worker. It is gone from
-                # the idle ones, so this ends with a new connection at the latest.
-                if not use.kept_alive:
-                    raise WorkerUnavailableError(f"worker {self.url} hung up: {describe(error)}", reached=True) from error
             except aiohttp.ClientConnectorError as error:
                 raise WorkerUnavailableError(
                     f"worker {self.url} cannot be reached: {describe(error)}", reached=False
                 ) from error
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionResetError, BrokenPipeError) as error:
+                # A kept-alive connection that the worker closed just now, or that its predecessor held, says nothing about the
+                # worker. It is gone from the idle ones, so this ends with a new connection at the latest.
+                if not use.kept_alive:
+                    raise WorkerUnavailableError(f"worker {self.url} hung up: {describe(error)}", reached=True) from error
             except (aiohttp.ClientConnectionError, OSError) as error:
                 reached = not isinstance(error, aiohttp.ConnectionTimeoutError)
                 raise WorkerUnavailableError(f"worker {self.url}: {describe(error)}", reached=reached) from error

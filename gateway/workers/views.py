@@ -12,6 +12,7 @@ class WorkerView:
     """One worker as the pool sees it; `state` is starting, ready, down or mismatched, `detail` a sentence why.
 
     `queued_tokens`: of prompts sent there and not yet computed. `events_lag`: seconds since its KV events were last heard of.
+    `draining`: nothing new goes there, what runs there is finished.
     """
 
     name: str
@@ -23,3 +24,4 @@ class WorkerView:
     queued_tokens: int
     indexed_blocks: int
     events_lag: float | None
+    draining: bool = False

@@ -20,7 +20,8 @@ def collector():
 @pytest.fixture(scope="session")
 def stack(smollm2_dir, collector, tmp_path_factory):
     record = tmp_path_factory.mktemp("recorded")
-    keys = [option for key in KEYS for option in ("--api-key", key)]
+    # The first one may read the metrics.
+    keys = ["--api-key", f"{KEYS[0]} admin", "--api-key", KEYS[1]]
     options = ("--otlp", collector.url, "--record", record, "--num-blocks", 1500, *keys)
     with serve("--model", smollm2_dir, "--served-model-name", MODEL, "--replicas", 2, *options) as served:
         yield SimpleNamespace(url=served.url, api=served.api, record=record, process=served.process, lines=served.lines)

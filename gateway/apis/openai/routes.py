@@ -8,15 +8,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import orjson
 from aiohttp import web
 
 from gateway.apis.arrivals import Arrivals
 from gateway.apis.endpoint import Arrival, TurnEndpoint
 from gateway.apis.headers import REQUEST_ID, warning_header
 from gateway.apis.openai.chat_answer import ChatAnswer
-from gateway.apis.openai.chat_request import parse_chat
+from gateway.apis.openai.chat_request import ChatOptions, parse_chat
 from gateway.apis.openai.completion_answer import CompletionAnswer
-from gateway.apis.openai.completion_request import parse_completion
+from gateway.apis.openai.completion_request import CompletionOptions, parse_completion
+from gateway.apis.openai.rendered import rendered
 from gateway.apis.openai.sampling import bad_field
 from gateway.apis.openai.tokenizing import detokenize, tokenize
 from gateway.config import HttpConfig
@@ -25,7 +27,7 @@ from gateway.histories.keeper import TurnHistory
 from gateway.models import ServedModel
 from gateway.passthrough.endpoint import PassThrough
 from gateway.pipeline import Pipeline
-from gateway.turn import Prompt, TurnError
+from gateway.turn import Prompt, SessionRef, Turn, TurnError
 from gateway.workers.protocol import WorkerInfo
 from prefix_cache.hashing import unpack_tokens
 
@@ -52,6 +54,8 @@ class OpenAIRoutes:
         """Registers the endpoints."""
         router.add_post("/v1/chat/completions", self.chat)
         router.add_post("/v1/completions", self.completions)
+        router.add_post("/v1/chat/completions/render", self.render_chat)
+        router.add_post("/v1/completions/render", self.render_completion)
         router.add_post("/v1/embeddings", self.embeddings)
         router.add_get("/v1/models", self.models)
         router.add_get("/v1/models/{name:.+}", self.model)
@@ -63,15 +67,7 @@ class OpenAIRoutes:
         if self._passthrough is not None and self._passthrough.takes(arrival.body):
             return await self._passthrough.deliver(arrival, session, "/v1/chat/completions", "chat")
         model = self._find_model(arrival)
-        with self._pipeline.telemetry.stages.spent("parse"):
-            turn, options = parse_chat(
-                dict(arrival.body),
-                model=model,
-                session=session,
-                request_id="chatcmpl-" + secrets.token_hex(16),
-                max_choices=self._http.max_choices,
-                warnings=warnings,
-            )
+        turn, options = self._chat_turn(arrival, session, model, warnings)
         prompt_ids: list[int] = []
 
         async def make_prompts(info: WorkerInfo) -> tuple[Sequence[Prompt], TurnHistory | None]:
@@ -90,31 +86,11 @@ class OpenAIRoutes:
         if self._passthrough is not None and self._passthrough.takes(arrival.body):
             return await self._passthrough.deliver(arrival, session, "/v1/completions", "text_completion")
         model = self._find_model(arrival)
-        turn, options = parse_completion(
-            dict(arrival.body),
-            model=model,
-            session=session,
-            request_id="cmpl-" + secrets.token_hex(16),
-            max_choices=self._http.max_choices,
-            max_prompts=self._http.max_prompts,
-            warnings=warnings,
-        )
+        turn, options = self._completion_turn(arrival, session, model, warnings)
         prompt_ids: list[list[int]] = []
 
         async def make_prompts(info: WorkerInfo) -> tuple[Sequence[Prompt], None]:
-            plan = make_plan(model, turn)
-            prompts = []
-            for position, given in enumerate(options.prompts):
-                field = "prompt" if len(options.prompts) == 1 else f"prompt[{position}]"
-                if isinstance(given, str):
-                    prompt = await self._pipeline.prompts.from_text(
-                        model, given, info, cache_salt=turn.cache_salt, grammar=plan.source, field=field
-                    )
-                else:
-                    prompt = self._pipeline.prompts.from_ids(
-                        model, given, info, cache_salt=turn.cache_salt, grammar=plan.source, field=field
-                    )
-                prompts.append(replace(prompt, unenforced=plan.unenforced))
+            prompts = await self._completion_prompts(model, turn, options, info)
             if options.return_token_ids:
                 prompt_ids.extend(unpack_tokens(prompt.packed_token_ids).tolist() for prompt in prompts)
             return prompts, None
@@ -123,6 +99,70 @@ class OpenAIRoutes:
             model, turn, options, created=int(arrival.wall_clock), fingerprint=self._fingerprint(model), prompt_ids=prompt_ids
         )
         return await self._endpoint.deliver(arrival, model, turn, make_prompts, answer, plain=True)
+
+    async def render_chat(self, request: web.Request) -> web.Response:
+        """The tokens of a conversation's prompt, as a turn would send them. Nothing is written into the session."""
+        arrival, session, warnings = await self._arrivals.turn(request)
+        model = self._find_model(arrival)
+        turn, _ = self._chat_turn(arrival, session, model, warnings)
+        prompt, _ = await self._pipeline.prompts.from_turn(model, turn, self._pipeline.pool_info(model))
+        return self._rendered(arrival, rendered(turn, prompt, model.name), warnings)
+
+    async def render_completion(self, request: web.Request) -> web.Response:
+        """The tokens of plain prompts, one entry for each."""
+        arrival, session, warnings = await self._arrivals.turn(request)
+        model = self._find_model(arrival)
+        turn, options = self._completion_turn(arrival, session, model, warnings)
+        prompts = await self._completion_prompts(model, turn, options, self._pipeline.pool_info(model))
+        return self._rendered(arrival, [rendered(turn, prompt, model.name) for prompt in prompts], warnings)
+
+    def _rendered(self, arrival: Arrival, answer: Any, warnings: list[str]) -> web.Response:
+        headers = {REQUEST_ID: arrival.request_id, **warning_header(warnings)}
+        return web.Response(body=orjson.dumps(answer), content_type="application/json", headers=headers)
+
+    def _chat_turn(
+        self, arrival: Arrival, session: SessionRef, model: ServedModel, warnings: list[str]
+    ) -> tuple[Turn, ChatOptions]:
+        with self._pipeline.telemetry.stages.spent("parse"):
+            return parse_chat(
+                dict(arrival.body),
+                model=model,
+                session=session,
+                request_id="chatcmpl-" + secrets.token_hex(16),
+                max_choices=self._http.max_choices,
+                warnings=warnings,
+            )
+
+    def _completion_turn(
+        self, arrival: Arrival, session: SessionRef, model: ServedModel, warnings: list[str]
+    ) -> tuple[Turn, CompletionOptions]:
+        return parse_completion(
+            dict(arrival.body),
+            model=model,
+            session=session,
+            request_id="cmpl-" + secrets.token_hex(16),
+            max_choices=self._http.max_choices,
+            max_prompts=self._http.max_prompts,
+            warnings=warnings,
+        )
+
+    async def _completion_prompts(
+        self, model: ServedModel, turn: Turn, options: CompletionOptions, info: WorkerInfo
+    ) -> list[Prompt]:
+        plan = make_plan(model, turn)
+        prompts: list[Prompt] = []
+        for position, given in enumerate(options.prompts):
+            field = "prompt" if len(options.prompts) == 1 else f"prompt[{position}]"
+            if isinstance(given, str):
+                prompt = await self._pipeline.prompts.from_text(
+                    model, given, info, cache_salt=turn.cache_salt, grammar=plan.source, field=field
+                )
+            else:
+                prompt = self._pipeline.prompts.from_ids(
+                    model, given, info, cache_salt=turn.cache_salt, grammar=plan.source, field=field
+                )
+            prompts.append(replace(prompt, unenforced=plan.unenforced))
+        return prompts
 
     async def embeddings(self, request: web.Request) -> web.StreamResponse:
         """Only opaque workers make them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -85,7 +86,7 @@ class OpaqueClient:
     async def stats(self) -> WorkerStats:
         if self._asked is None or time.monotonic() - self._asked > _ASK_EVERY:
             await self._ask()
-        zeros = dict.fromkeys(WorkerStats.__struct_fields__[1:14], 0)
+        zeros: dict[str, Any] = dict.fromkeys(WorkerStats.__struct_fields__[1:14], 0)
         return WorkerStats(instance=self._instance, **zeros)
 
     async def healthy(self) -> str | None:

@@ -26,6 +26,7 @@ class Gateway:
     observer: FakeObserver
     telemetry: Telemetry
     pipeline: Pipeline
+    server: HttpServer
 
     @contextlib.asynccontextmanager
     async def post(self, path, body, **kwargs):
@@ -96,5 +97,5 @@ async def run_gateway(
     pipeline = Pipeline(config, registry, dispatcher, telemetry, [observer])
     async with HttpServer(make_app(config, pipeline, reasons=reasons), config.http) as server:
         async with aiohttp.ClientSession() as http_session:
-            yield Gateway(server.url, http_session, dispatcher, observer, telemetry, pipeline)
+            yield Gateway(server.url, http_session, dispatcher, observer, telemetry, pipeline, server)
     assert dispatcher.open == 0, "a generation was not closed"

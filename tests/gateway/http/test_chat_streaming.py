@@ -144,21 +144,62 @@ async def test_pings_before_the_first_token_and_while_text_is_withheld(tiny_mode
     gate, pause = asyncio.Event(), asyncio.Event()
     async with run_gateway(tiny_model, ping_interval=0.05, headers_within=0.05) as gateway:
         gateway.dispatcher.script = Script("ab STO", gate=gate, pause=(4, pause))
-        asyncio.get_running_loop().call_later(0.3, gate.set)
-        asyncio.get_running_loop().call_later(0.7, pause.set)
         async with gateway.post(
             "/v1/chat/completions", {"messages": [{"role": "user"}], "stop": "STOP", "stream": True}
         ) as response:
             # The prompt still waits in its queue, so nothing is known of its cached tokens.
-            assert not gate.is_set()
             assert "X-Turnkeep-Cached-Tokens" not in response.headers
             assert response.headers["X-Turnkeep-Replica"] == "replica-0"
+            raw = b""
+
+            async def pinged(since):
+                nonlocal raw
+                while since not in raw or raw[raw.index(since) :].count(b": ping\n\n") < 2:
+                    more = await asyncio.wait_for(response.content.readany(), 20)
+                    assert more
+                    raw += more
+
+            await pinged(b"")
+            assert b'"content":"a"' not in raw
+            gate.set()
+            await pinged(b'"content":"a"')
+            pause.set()
+            raw += await response.read()
+    assert raw.endswith(b"data: [DONE]\n\n")
+    assert b"\nid:" not in raw
+    assert not raw.startswith(b"id:")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_pings_before_a_worker_has_it(tiny_model, fails):
+    async with run_gateway(tiny_model, ping_interval=0.05, headers_within=0.05) as gateway:
+        placed = asyncio.Event()
+        dispatch = gateway.dispatcher.dispatch
+
+        async def slow(**kwargs):
+            await placed.wait()
+            return await dispatch(**kwargs)
+
+        gateway.dispatcher.dispatch = slow
+        if fails:
+            gateway.dispatcher.script = Script(error=TurnError(503, "overloaded", "Too much to do.", retry_after=3))
+        async with gateway.post("/v1/chat/completions", {"messages": [{"role": "user"}], "stream": True}) as response:
+            assert response.status == 200
+            assert response.headers["X-Request-ID"]
+            assert "X-Turnkeep-Replica" not in response.headers
+            for _ in range(3):
+                assert await response.content.readuntil(b"\n\n") == b": ping\n\n"
+            placed.set()
             raw = (await response.read()).decode()
-    before, after = raw.split('"content":"a"')
-    assert before.count(": ping\n\n") >= 2
-    assert after.count(": ping\n\n") >= 2
-    assert "\nid:" not in raw
-    assert not raw.startswith("id:")
+        events = [orjson.loads(line[6:]) for line in raw.splitlines() if line.startswith("data: {")]
+        if fails:
+            error = {"message": "Too much to do.", "type": "service_unavailable_error", "param": None, "code": "overloaded"}
+            assert events == [{"error": error}]
+        else:
+            assert content(events) == "Hello there"
+            assert raw.endswith("data: [DONE]\n\n")
+        [record] = await gateway.observer.wait(1)
+        assert record.status == (503 if fails else 200)
 
 
 async def test_no_pings_while_there_is_something_to_say(gateway):

@@ -8,6 +8,7 @@ from gateway.auth import ApiKeys
 from gateway.config import GatewayConfig, HttpConfig, ModelConfig
 from gateway.server import HttpServer, ListenError
 from gateway.turn import TurnError
+from prefix_cache.hashing import pack_tokens
 from sessions.identity import tenant_of
 
 USER = [{"role": "user", "content": "hi"}]
@@ -171,3 +172,17 @@ async def test_what_is_not_http_is_one_line_in_the_log(caplog, sent):
     assert (record.levelname, record.exc_info) == ("INFO", None)
     assert "127.0.0.1: it is not HTTP: " in record.getMessage()
     assert "\n" not in record.getMessage()
+
+
+async def test_rendered_prompts_are_those_that_workers_get(gateway):
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 7, "temperature": 0.5}
+    rendered = await gateway.json("/v1/chat/completions/render", body)
+    await gateway.chat(max_tokens=7)
+    sent = gateway.dispatcher.requests[-1]
+    assert pack_tokens(rendered["token_ids"]) == sent["prompt"].packed_token_ids
+    assert (rendered["sampling_params"]["max_tokens"], rendered["sampling_params"]["temperature"]) == (7, 0.5)
+    assert len(gateway.dispatcher.requests) == 1
+    plain = await gateway.json("/v1/completions/render", {"model": "tiny", "prompt": [[1, 2], [3]]})
+    assert [entry["token_ids"] for entry in plain] == [[1, 2], [3]]
+    refused = await gateway.json("/v1/chat/completions/render", {"model": "tiny"}, status=400)
+    assert refused["error"]["param"] == "messages"

@@ -85,6 +85,7 @@ class FakeReplica:
     superseded: list = field(default_factory=list)
     can_supersede: bool = True
     can_resume: bool = False
+    draining: bool = False
     blocks: dict = field(default_factory=dict)
     event_subscribers: int = 0
     drop_events: asyncio.Event = field(default_factory=asyncio.Event)
@@ -162,6 +163,7 @@ class FakeReplica:
                 preemptions_total=0,
                 requests_total=0,
                 aborted_total=0,
+                draining=self.draining,
             )
         )
 

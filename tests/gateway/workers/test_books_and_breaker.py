@@ -73,6 +73,18 @@ def test_each_failed_trial_doubles_the_pause_up_to_the_longest():
     assert breaker.allows(now + 1.0)
 
 
+def test_a_death_with_many_streams_is_one():
+    breaker = Breaker(threshold=3, first=1.0, longest=30.0)
+    for _ in range(40):
+        breaker.failed(5.0)
+    assert not breaker.allows(5.9)
+    assert breaker.allows(6.0)
+    breaker.sent(6.0)
+    breaker.failed(6.1)  # the trial
+    assert not breaker.allows(8.0)
+    assert breaker.allows(8.1)
+
+
 def test_a_trial_without_an_end_does_not_shut_the_worker_out_for_ever():
     breaker = Breaker(threshold=1, first=1.0, longest=4.0)
     breaker.failed(0)

@@ -1,0 +1,1 @@
+"""Where workers come from, beside the command line: a file, DNS, Kubernetes, and workers that register themselves."""

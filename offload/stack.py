@@ -1,0 +1,89 @@
+"""The tiers of a configuration, opened: what can be used of them is."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import xxhash
+
+from offload.arena import HostArena
+from offload.codecs import BlockShape, make_codec
+from offload.compression import OVERHEAD, CompressedTier
+from offload.config import OffloadConfig
+from offload.disk_store import DiskStore
+from offload.errors import TierUnavailable
+from offload.estimate import TransferCost
+from offload.guard import GuardedTier
+from offload.mirror import TierMirror
+from offload.tier import Tier
+from prefix_cache.events import DISK, HOST
+from prefix_cache.hashing import BlockHash
+
+logger = logging.getLogger(__name__)
+
+# Bytes a second, before anything was measured.
+_HOST_RATE, _DISK_RATE, _REMOTE_RATE = 2e9, 3e8, 5e7
+
+
+@dataclass(frozen=True, slots=True)
+class TierStack:
+    """Tiers, the fastest first, and the mirrors of those whose contents can be told to the world."""
+
+    tiers: tuple[GuardedTier, ...]
+    mirrors: tuple[TierMirror, ...]
+
+    def close(self) -> None:
+        """Leaves all of them."""
+        for tier in self.tiers:
+            tier.close()
+
+
+def tier_key(namespace: BlockHash, codec: str, compressed: bool = False) -> BlockHash:
+    """16 bytes under which blocks of a namespace, kept in this way, are interchangeable."""
+    return xxhash.xxh3_128_digest(b"tier\x00" + namespace + codec.encode() + (b"+zstd" if compressed else b""))
+
+
+def open_tiers(config: OffloadConfig, namespace: BlockHash, shape: BlockShape, model: str = "") -> TierStack:
+    """Opens them. One that cannot be used is said in the log and left out. Raises TierUnavailable for a codec that does not
+    fit."""
+    encoded = make_codec(config.codec, shape).encoded_bytes
+    tiers: list[GuardedTier] = []
+    mirrors: list[TierMirror] = []
+    if config.host_bytes:
+        try:
+            arena = HostArena(tier_key(namespace, config.codec), encoded, config.host_bytes, config.shared_memory)
+            tiers.append(GuardedTier(arena, TransferCost(encoded / _HOST_RATE)))
+            mirrors.append(TierMirror(arena.table, HOST))
+        except (TierUnavailable, OSError) as error:
+            logger.warning("no host tier: %s", error)
+    if config.disk is not None:
+        try:
+            disk = _open_disk(config, namespace, encoded, shape, model, mirrors)
+            tiers.append(GuardedTier(disk, TransferCost(encoded / _DISK_RATE)))
+        except (TierUnavailable, OSError) as error:
+            logger.warning("no disk tier: %s", error)
+    return TierStack(tuple(tiers), tuple(mirrors))
+
+
+def _open_disk(
+    config: OffloadConfig, namespace: BlockHash, encoded: int, shape: BlockShape, model: str, mirrors: list[TierMirror]
+) -> Tier:
+    if config.disk is None:
+        raise TierUnavailable("No directory is given.")
+    store = DiskStore(
+        config.disk,
+        tier_key(namespace, config.codec, config.compress),
+        encoded + OVERHEAD if config.compress else encoded,
+        config.disk_bytes,
+        min_free=config.disk_min_free,
+        overcommit=2 if config.compress else 1,
+        model=model,
+        codec=f"{config.codec}+zstd" if config.compress else config.codec,
+        tables=config.shared_memory,
+    )
+    mirrors.append(TierMirror(store.table, DISK))
+    if not config.compress:
+        return store
+    element = shape.element_bytes if config.codec == "raw" else 1
+    return CompressedTier(store, encoded, element)

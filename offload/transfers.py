@@ -1,0 +1,348 @@
+"""The threads that move blocks between the device and the tiers, while the engine computes.
+
+Loads come in batches, one ticket a request, tier by tier: what host memory does not have is read from disk, verified, put into
+host memory too, and copied to the device. Stores are copied to host memory as blocks fill, and written to disk behind that.
+A block may be given up and overwritten while it is copied: its generation tells, and then the copy is not kept. So neither a
+store nor a load ever holds up the engine, and a block that waits to be stored is not held for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from offload.checksum import Bytes
+from offload.codecs import BlockShape, Codec, CodecName, make_codec
+from offload.device import DeviceBlocks
+from offload.guard import GuardedTier
+from offload.tickets import LoadTicket
+from offload.tier import Outgoing
+from prefix_cache.events import HOST
+from prefix_cache.hashing import BlockHash
+
+logger = logging.getLogger(__name__)
+
+_STORE_BATCH = 16
+_MAX_STORES = 16_384
+_MAX_WRITES = 65_536
+_MAX_STAGED_BYTES = 64 << 20
+_LOADERS = 2
+_USEFUL_FOR = 600.0
+
+ItemT = TypeVar("ItemT")
+
+
+class Filled(NamedTuple):
+    """A block of the device that is full: it is that block as long as `generation` is that of the pool's books."""
+
+    digest: BlockHash
+    block: int
+    generation: int
+    depth: int
+    session: int = 0
+
+
+@dataclass(slots=True)
+class TransferCounts:
+    """Since the start, of this process. `stale`: blocks overwritten before they were stored. `dropped`: too many waited."""
+
+    stored: int = 0
+    stale: int = 0
+    dropped: int = 0
+    unfit: int = 0
+    written: int = 0
+    promoted: int = 0
+    useless: int = 0
+
+
+class Transfers:
+    """Moves blocks for one engine. `tiers`: the fastest first. `generations`: of the pool, read only.
+
+    `on_done` is called on a transfer thread when a ticket is done. Tickets are given back by `finished`.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[GuardedTier],
+        device: DeviceBlocks,
+        generations: Sequence[int],
+        codec: CodecName,
+        shape: BlockShape,
+        on_done: Callable[[], None],
+    ) -> None:
+        self.tiers = tuple(tiers)
+        self.counts = TransferCounts()
+        self._device = device
+        self._generations = generations
+        self._codec = codec
+        self._shape = shape
+        self._on_done = on_done
+        self._host = next((tier for tier in tiers if tier.name == HOST), None)
+        self._below = tuple(tier for tier in tiers if tier.name != HOST)
+        self._condition = threading.Condition()
+        self._closing = False
+        self._loads: deque[LoadTicket] = deque()
+        self._stores: deque[Filled] = deque()
+        self._writes: deque[tuple[BlockHash, int, int, Bytes | None]] = deque()
+        self._staged = 0
+        self._promotions: deque[BlockHash] = deque()
+        self._promoted: OrderedDict[BlockHash, float] = OrderedDict()
+        self._finished: deque[LoadTicket] = deque()
+        self._busy = 0
+        work: list[tuple[str, deque[Any], Callable[[_Worker], None]]] = [
+            *[("load", self._loads, self._load_next)] * _LOADERS,
+            ("store", self._stores, self._store_next),
+            ("promote", self._promotions, self._promote_next),
+            ("write", self._writes, self._write_next),
+        ]
+        self._threads = [
+            threading.Thread(target=self._run, args=(queue, step), name=f"kv-{name}", daemon=True) for name, queue, step in work
+        ]
+        make_codec(codec, shape)  # raises here what it would raise on each thread
+        for thread in self._threads:
+            thread.start()
+
+    # For the engine thread.
+
+    def load(self, ticket: LoadTicket) -> None:
+        """Starts a load."""
+        with self._condition:
+            self._loads.append(ticket)
+            self._condition.notify_all()
+
+    def store(self, filled: Sequence[Filled]) -> None:
+        """Has full blocks stored, when there is time. The oldest are dropped when too many wait."""
+        with self._condition:
+            self._stores.extend(filled)
+            while len(self._stores) > _MAX_STORES:
+                self._stores.popleft()
+                self.counts.dropped += 1
+            self._condition.notify_all()
+
+    def promote(self, digests: Sequence[BlockHash]) -> None:
+        """Has blocks brought into host memory from below."""
+        if self._host is None or not self._below:
+            return
+        with self._condition:
+            self._promotions.extend(digests)
+            while len(self._promotions) > _MAX_STORES:
+                self._promotions.popleft()
+            self._condition.notify_all()
+
+    def finished(self) -> list[LoadTicket]:
+        """Tickets that are done since the last call."""
+        done = []
+        while self._finished:
+            done.append(self._finished.popleft())
+        return done
+
+    @property
+    def has_finished(self) -> bool:
+        """True when `finished` would return something."""
+        return bool(self._finished)
+
+    def wait_idle(self, timeout: float) -> bool:
+        """Waits until nothing is under way. False when that took longer than `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        with self._condition:
+            while self._busy or self._loads or self._stores or self._writes or self._promotions:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return False
+                self._condition.wait(left)
+        return True
+
+    def close(self, flush_seconds: float = 10.0) -> None:
+        """Writes down what waits, as far as it gets in `flush_seconds`, and ends the threads. Idempotent."""
+        if not self._closing:
+            self.wait_idle(flush_seconds)
+        with self._condition:
+            self._closing = True
+            self._condition.notify_all()
+        for thread in self._threads:
+            thread.join(1.0)
+
+    # The threads.
+
+    def _run(self, queue: deque[Any], step: Callable[[_Worker], None]) -> None:
+        worker = _Worker(make_codec(self._codec, self._shape))
+        while True:
+            with self._condition:
+                while not queue and not self._closing:
+                    self._condition.wait()
+                if self._closing:
+                    return
+                self._busy += 1
+            try:
+                step(worker)
+            except Exception:
+                logger.exception("a transfer failed")
+            finally:
+                with self._condition:
+                    self._busy -= 1
+                    if not self._busy:
+                        self._condition.notify_all()
+
+    def _load_next(self, worker: _Worker) -> None:
+        ticket = _take(self._loads)
+        if ticket is None:
+            return
+        try:
+            self._load(ticket, worker)
+        finally:
+            ticket.done = True
+            self._finished.append(ticket)
+            self._on_done()
+
+    def _load(self, ticket: LoadTicket, worker: _Worker) -> None:
+        ticket.started_at = time.monotonic()
+        device, host = self._device, self._host
+        if self._below:
+            missing = [digest for digest in ticket.digests if host is None or not host.prefix((digest,))]
+            if missing:
+                self._below[0].ahead(missing)
+        for digest, block in zip(ticket.digests, ticket.blocks, strict=True):
+            if ticket.cancelled:
+                return
+            name = None
+            if host is not None:
+                with ticket.lock:
+                    if ticket.cancelled:
+                        return
+                    name = host.name if self._load_from(host, digest, block, worker) else None
+                    if name is not None:
+                        ticket.loaded += 1
+                        self._promoted.pop(digest, None)
+            if name is None:
+                # Not under the lock: a medium may take its time.
+                tier = next((tier for tier in self._below if tier.load(digest, worker.staging)), None)
+                if tier is None:
+                    return
+                with ticket.lock:
+                    if ticket.cancelled:
+                        return
+                    worker.codec.decode(worker.staging, device.target(block))
+                    device.filled(block)
+                    ticket.loaded += 1
+                name = tier.name
+                if host is not None:
+                    host.store((Outgoing(digest, worker.staging),))
+            ticket.by_tier[name] = ticket.by_tier.get(name, 0) + 1
+
+    def _load_from(self, host: GuardedTier, digest: BlockHash, block: int, worker: _Worker) -> bool:
+        target = self._device.target(block)
+        if self._codec == "raw":
+            if not host.load(digest, target):
+                return False
+        else:
+            if not host.load(digest, worker.staging):
+                return False
+            worker.codec.decode(worker.staging, target)
+        self._device.filled(block)
+        return True
+
+    def _store_next(self, worker: _Worker) -> None:
+        batch: list[Filled] = []
+        with self._condition:
+            while self._stores and len(batch) < _STORE_BATCH:
+                batch.append(self._stores.popleft())
+        for filled in batch:
+            if not self._is_intact(filled):
+                self.counts.stale += 1
+                continue
+            if self._host is not None and self._host.prefix((filled.digest,)):
+                continue  # a sibling has stored it
+            payload = worker.codec.encode(self._device.source(filled.block))
+            if payload is None:
+                self.counts.unfit += 1
+            elif self._host is not None:
+                self._store_in_host(self._host, filled, payload)
+            else:
+                self._stage(filled, payload)
+
+    def _store_in_host(self, host: GuardedTier, filled: Filled, payload: Bytes) -> None:
+        outgoing = Outgoing(filled.digest, payload, filled.depth, filled.session, lambda: self._is_intact(filled))
+        if host.store((outgoing,)):
+            self.counts.stored += 1
+            if self._below:
+                self._write_later(filled.digest, filled.depth, filled.session, None)
+        else:
+            self._stage(filled, payload)
+
+    def _stage(self, filled: Filled, payload: Bytes) -> None:
+        """Keeps a copy until it is written to the tiers below."""
+        if not self._below or self._staged + len(payload) > _MAX_STAGED_BYTES:
+            self.counts.dropped += 1
+            return
+        copy = payload.copy()
+        if self._is_intact(filled):
+            self._write_later(filled.digest, filled.depth, filled.session, copy)
+        else:
+            self.counts.stale += 1
+
+    def _write_later(self, digest: BlockHash, depth: int, session: int, payload: Bytes | None) -> None:
+        with self._condition:
+            self._writes.append((digest, depth, session, payload))
+            self._staged += 0 if payload is None else len(payload)
+            while len(self._writes) > _MAX_WRITES:
+                _, _, _, dropped = self._writes.popleft()
+                self._staged -= 0 if dropped is None else len(dropped)
+                self.counts.dropped += 1
+            self._condition.notify_all()
+
+    def _write_next(self, worker: _Worker) -> None:
+        waiting = _take(self._writes)
+        if waiting is None:
+            return
+        digest, depth, session, payload = waiting
+        if payload is not None:
+            with self._condition:
+                self._staged -= len(payload)
+        wanting = [tier for tier in self._below if tier.is_available and not tier.prefix((digest,))]
+        if not wanting:
+            return
+        if payload is None:
+            if self._host is None or not self._host.load(digest, worker.staging):
+                return  # host memory was faster than the disk: it is gone
+            payload = worker.staging
+        for tier in wanting:
+            self.counts.written += len(tier.store((Outgoing(digest, payload, depth, session),)))
+
+    def _promote_next(self, worker: _Worker) -> None:
+        digest = _take(self._promotions)
+        host = self._host
+        if digest is None or host is None or host.prefix((digest,)):
+            return
+        now = time.monotonic()
+        while self._promoted and next(iter(self._promoted.values())) < now - _USEFUL_FOR:
+            self._promoted.popitem(last=False)
+            self.counts.useless += 1
+        if any(tier.load(digest, worker.staging) for tier in self._below) and host.store((Outgoing(digest, worker.staging),)):
+            self.counts.promoted += 1
+            self._promoted[digest] = now
+
+    def _is_intact(self, filled: Filled) -> bool:
+        return self._generations[filled.block] == filled.generation
+
+
+class _Worker:
+    """What one thread has for itself."""
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
+        self.staging: Bytes = np.empty(codec.encoded_bytes, dtype=np.uint8)
+
+
+def _take(queue: deque[ItemT]) -> ItemT | None:
+    """The next one; None when another thread was faster."""
+    try:
+        return queue.popleft()
+    except IndexError:
+        return None
