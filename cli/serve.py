@@ -136,6 +136,11 @@ def _read_config(ctx: click.Context, _param: click.Parameter, path: Path | None)
     "--policy", type=click.Choice(POLICIES), default="prefix", show_default=True, help="How turns find their replica."
 )
 @click.option(
+    "--shadow-policy",
+    type=click.Choice(POLICIES),
+    help="A policy whose choices are scored beside the live one's, and not used.",
+)
+@click.option(
     "--session-source",
     multiple=True,
     metavar="SOURCE",
@@ -265,7 +270,9 @@ def plan_from(options: Mapping[str, Any], engine_table: Mapping[str, Any]) -> Se
     pool = PoolConfig(
         models=tuple(model.name for model in models),
         aliases={alias: model.name for model in models for alias in model.aliases},
-        router=RouterConfig(policy=options["policy"], **generated_values("router", options)),
+        router=RouterConfig(
+            policy=options["policy"], shadow_policy=options["shadow_policy"], **generated_values("router", options)
+        ),
         **generated_values("pool", options),
     )
     return ServePlan(

@@ -190,6 +190,7 @@ async def open_gateway(plan: ServePlan, *, forward: Callable[[str, str], None] =
             pipeline,
             reasons=reasons,
             workers=dispatcher.workers,
+            routes=dispatcher.router.log,
             drain=dispatcher.drain,
             passthrough=passthrough,
             registration=registration,

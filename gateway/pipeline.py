@@ -18,7 +18,7 @@ from gateway.running import RunningTurn, Usage, close_all
 from gateway.telemetry.telemetry import Telemetry
 from gateway.turn import Dispatcher, Generation, Prompt, Turn, TurnObserver, TurnRecord
 from gateway.watching.watch import TurnWatch, called_tools
-from gateway.workers.protocol import SamplingParams, WorkerInfo
+from gateway.workers.protocol import RetentionHint, SamplingParams, WorkerInfo
 from grammar.detokenizer import Detokenizer
 from grammar.parser import StreamParser, TextParser
 from grammar.reasoning import ReasoningSplitter
@@ -111,6 +111,10 @@ class Pipeline:
         decoders = [self._decoder(model, turn, index, plain=plain) for index in range(turn.sampling.n * len(prompts))]
         usage = Usage(prompt_tokens=sum(prompt.num_tokens for prompt in prompts))
         return RunningTurn(generations, decoders, usage, turn.session if history is None else history.who, ended)
+
+    def retain(self, worker: str, hint: RetentionHint) -> None:
+        """Passes a hint on to a worker, soon."""
+        self._dispatcher.retain(worker, hint)
 
     def residency(self, digests: Sequence[BlockHash]) -> Mapping[str, int]:
         """How many of a prompt's blocks, from the beginning, each worker holds."""

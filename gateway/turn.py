@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from gateway.router.receipts import Decision
 from gateway.workers.protocol import Chunk, RetentionHint, SamplingParams, Started, WorkerInfo
 from grammar.thinking import Thinking
 from grammar.tools import ResponseFormat, Tool, ToolChoice
@@ -102,7 +103,7 @@ class Prompt:
 class Receipt:
     """Why a request went where it went. `matched_tokens` is what the index promised; the answer tells what came true.
     `instance`: of the worker (gateway.workers.protocol.WorkerInfo), as gateways name workers each for itself; "": not known.
-    `seconds`: the estimate of the time to the first token."""
+    `seconds`: the estimate of the time to the first token. `decision`: all that was weighed, and later what came of it."""
 
     worker: str
     reason: str
@@ -110,6 +111,7 @@ class Receipt:
     candidates: int
     instance: str = ""
     seconds: float = 0.0
+    decision: Decision | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from gateway.telemetry.routing import RouteMetrics
 from gateway.telemetry.stages import StageTimes
 from gateway.workers.views import WorkerView
 from sessions.shared import SharedSessions
@@ -120,6 +121,7 @@ class GatewayMetrics:
         )
         self.spans = counter("spans", "Spans handed to the OTLP exporter, by result", "result")
         self.in_flight = Gauge(prefix + "turns_in_flight", "Turns that have arrived and not ended", registry=self.registry)
+        self.routing = RouteMetrics(self.registry)
         self.stages = StageTimes()
         self.registry.register(_StagesCollector(self.stages))
         self._models: set[str] = set()
