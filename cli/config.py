@@ -82,6 +82,7 @@ PLAIN_SETTINGS: tuple[Setting, ...] = (
     Setting("sessions.ledger", "ledger", "boolean"),
     Setting("redis.url", "redis", "string"),
     Setting("router.policy", "policy", "string"),
+    Setting("router.shadow_policy", "shadow_policy", "string"),
     Setting("telemetry.otlp", "otlp", "string"),
     Setting("telemetry.otlp_headers", "otlp_header", "strings"),
 )
@@ -91,7 +92,7 @@ GENERATED: Mapping[str, tuple[type[Any], frozenset[str]]] = {
     "http": (HttpConfig, frozenset({"host", "port", "max_body_bytes", "tls_cert", "tls_key"})),
     "admission": (AdmissionConfig, frozenset()),
     "auth": (AuthConfig, frozenset({"admin_host", "admin_port"})),
-    "router": (RouterConfig, frozenset({"policy"})),
+    "router": (RouterConfig, frozenset({"policy", "shadow_policy"})),
     "sessions": (SessionsConfig, frozenset({"ledger"})),
     "pool": (PoolConfig, frozenset({"models", "aliases", "router"})),
     "discovery": (FleetConfig, frozenset()),

@@ -144,6 +144,11 @@ def _read_config(ctx: click.Context, _param: click.Parameter, path: Path | None)
     "--policy", type=click.Choice(POLICIES), default="prefix", show_default=True, help="How turns find their replica."
 )
 @click.option(
+    "--shadow-policy",
+    type=click.Choice(POLICIES),
+    help="A policy whose choices are scored beside the live one's, and not used.",
+)
+@click.option(
     "--session-source",
     multiple=True,
     metavar="SOURCE",
@@ -274,7 +279,9 @@ def plan_from(options: Mapping[str, Any], engine_table: Mapping[str, Any]) -> Se
     telemetry = TelemetryConfig(
         otlp_url=options["otlp"], otlp_headers=_headers(options["otlp_header"]), **generated_values("telemetry", options)
     )
-    router = RouterConfig(policy=options["policy"], **generated_values("router", options))
+    router = RouterConfig(
+        policy=options["policy"], shadow_policy=options["shadow_policy"], **generated_values("router", options)
+    )
     if router.agree is None:
         router = dataclasses.replace(router, agree=options["processes"] > 1 or bool(options["redis"]))
     pool = PoolConfig(

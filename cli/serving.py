@@ -217,6 +217,7 @@ async def open_gateway(
             pipeline,
             reasons=reasons,
             workers=dispatcher.workers,
+            routes=dispatcher.router.log,
             drain=dispatcher.drain if peering is None else peering.drain,
             metrics=None if peering is None else peering.metrics,
             passthrough=passthrough,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
-from gateway.workers.protocol import Chunk, GenerateRequest, WorkerInfo, WorkerStats
+from gateway.workers.protocol import Chunk, GenerateRequest, RetentionHint, WorkerInfo, WorkerStats
 from prefix_cache.events import KVEvent
 from prefix_cache.hashing import BlockHash
 
@@ -63,6 +63,9 @@ class EngineCore(Protocol[PreparedT]):
 
     def supersede(self, digests: Sequence[BlockHash]) -> int:
         """These blocks will not be asked for again: they are evicted before all others. Returns how many there are."""
+
+    def retain(self, hints: Sequence[RetentionHint]) -> None:
+        """What gateways say of sessions between two turns. An engine may ignore it."""
 
     def check_integrity(self) -> None:
         """Raises prefix_cache.block_pool.IntegrityError when the books of the block pool do not balance."""

@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from engine.batch import build_batch
+from engine.cancelling import CancellableForward, ForwardCancelledError, StepCancelling
 from engine.config import EngineConfig
 from engine.core import RequestRefused
 from engine.decode_graphs import DecodeGraphs, GraphCapture
@@ -32,8 +33,17 @@ from engine.request import ForbiddenTokenError, Request, Sequence, Status
 from engine.runner import Runner
 from engine.sampling.sampler import SampledToken, Sampler
 from engine.scheduler import ScheduledSequence, Scheduler, StepPlan
+from engine.session_blocks import SessionBlocks
 from engine.warm_up import warm_up
-from gateway.workers.protocol import PROTOCOL_VERSION, Capabilities, GenerateRequest, StartupSeconds, WorkerInfo, WorkerStats
+from gateway.workers.protocol import (
+    PROTOCOL_VERSION,
+    Capabilities,
+    GenerateRequest,
+    RetentionHint,
+    StartupSeconds,
+    WorkerInfo,
+    WorkerStats,
+)
 from grammar.compiler import GrammarCompiler, allocate_bitmask
 from grammar.detokenizer import Detokenizer
 from offload.config import OffloadConfig
@@ -41,7 +51,9 @@ from offload.stack import open_tiers
 from prefix_cache.block_pool import BlockPool, IntegrityError
 from prefix_cache.events import DEVICE, KVEvent
 from prefix_cache.eviction import EvictionPolicy
+from prefix_cache.expected_use import ExpectedUsePolicy
 from prefix_cache.hashing import BlockHash, namespace_digest
+from prefix_cache.worth import SUPERSEDED
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +102,9 @@ class Engine:
         else:
             self._runner = Runner(forward, kv, DecodeGraphs(forward, kv, graph_capture, sizes, max_model_len))
         self._meter = Meter()
+        self._cancelling = StepCancelling()
+        if isinstance(forward, CancellableForward):
+            forward.cancel_by(self._cancelling.flag)
         self._requests: dict[str, Request] = {}
         self._over: list[Request] = []  # resumed with nothing left to generate: the next step says so
         self._arrivals = 0
@@ -104,13 +119,14 @@ class Engine:
         )
         name = config.model_name or config.model.name
         self._tiers: Offloading | None = None
-        pool = BlockPool(num_blocks, config.block_size, eviction)
+        pool = BlockPool(num_blocks, config.block_size, eviction or ExpectedUsePolicy(clock))
         if offload is not None and offload.is_on and config.prefix_caching:
             shape = block_shape(layout)
             # What computed a block decides on its last bits, and blocks may outlive this process.
             computed_by = namespace_digest({"namespace": namespace.hex(), "forward": type(forward).__qualname__})
             stack = open_tiers(offload, computed_by, shape, name)
             self._tiers = Offloading(stack, pool, device_blocks(kv), offload, shape, clock)
+        self._sessions = SessionBlocks(pool, self._tiers, clock=clock)
         self._cache = KVCache(pool, caching=config.prefix_caching, keep_filled=self._tiers is not None)
         self._scheduler = Scheduler(
             self._cache,
@@ -194,12 +210,17 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """Drops a request at once and gives its blocks back. False when it is not known."""
+        self._cancelling.dropped(request_id)
         request = self._requests.get(request_id)
         if request is None:
             return False
         self._drop(request)
         self._meter.totals.aborted += 1
         return True
+
+    def cancel(self, request_id: str) -> None:
+        """From any thread: an abort of this request is about to be asked for. A step that is for nobody else ends early."""
+        self._cancelling.leaving(request_id)
 
     def has_work(self) -> bool:
         return self._has_runnable() or bool(self._over)
@@ -226,6 +247,7 @@ class Engine:
         for request in plan.started:
             totals.prompt_tokens += request.prompt_tokens
             totals.cached_tokens += request.cached_tokens
+            self._sessions.began(request.session, request.sequences[0].digests, request.cached_tokens // self.config.block_size)
             output.started(request)
             for sequence, decision in request.ended:
                 output.finished(request, sequence.index, decision)
@@ -237,6 +259,8 @@ class Engine:
         try:
             logits = self._compute(plan)
             self._choose(plan, logits, output)
+        except ForwardCancelledError:
+            return output.chunks  # nothing of it counts, and whoever it was for is dropped before the next step
         except IntegrityError:
             raise  # the books are wrong: nothing that goes on from here can be trusted
         except Exception as error:
@@ -275,6 +299,9 @@ class Engine:
             prefill_tokens_per_second=self._meter.prefill.value,
             decode_tokens_per_second=self._meter.decode.value,
             loading=len(self._scheduler.loading),
+            lost_blocks_total=self._sessions.lost_blocks,
+            prefetched_blocks_total=0 if self._tiers is None else self._tiers.prefetched,
+            useless_prefetches_total=0 if self._tiers is None else self._tiers.useless_prefetches,
             tiers=() if self._tiers is None else self._tiers.stats(),
         )
 
@@ -287,7 +314,14 @@ class Engine:
         return {DEVICE: self._cache.pool.snapshot(), **tiers}
 
     def supersede(self, digests: Iterable[BlockHash]) -> int:
+        digests = tuple(digests)
+        if self._tiers is not None:
+            self._tiers.mark(digests, SUPERSEDED)
         return self._cache.pool.supersede(digests)
+
+    def retain(self, hints: Iterable[RetentionHint]) -> None:
+        for hint in hints:
+            self._sessions.told(hint)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless the pool's references are exactly those of the running and loading sequences."""
@@ -313,7 +347,11 @@ class Engine:
         ends = batch.query_start_list[1:]
         rows = [end - 1 for item, end in zip(plan.scheduled, ends, strict=True) if item.samples]
         copies = [copy for item in plan.scheduled for copy in item.copies]
-        logits = self._runner.run(batch, rows, copies)
+        self._cancelling.begin(item.sequence.request.request_id for item in plan.scheduled)
+        try:
+            logits = self._runner.run(batch, rows, copies)
+        finally:
+            self._cancelling.end()
         for item in plan.scheduled:
             self._cache.advance(item.sequence, item.count)
             request = item.sequence.request
@@ -407,8 +445,8 @@ class Engine:
         output.finished(request, sequence.index, decision)
         if request.finished:
             del self._requests[request.request_id]
-            if self._tiers is not None:
-                self._tiers.used(request.sequences[0].digests, request.session)
+            if self.config.prefix_caching:
+                self._sessions.ended(request.session, request.sequences[0].digests)
             output.done(request, self._clock())
 
     def _end_over(self, output: StepOutput) -> None:

@@ -18,7 +18,6 @@ from offload.estimate import PrefillCost, split_point
 from offload.guard import GuardedTier
 from offload.keeper import TierKeeper
 from offload.stack import TierStack
-from offload.standing import IDLE
 from offload.tickets import LoadTicket
 from offload.transfers import Filled, Transfers
 from prefix_cache.block_pool import BlockPool
@@ -155,17 +154,27 @@ class Offloading:
         if filled:
             self._transfers.store(filled)
 
-    def used(self, digests: Sequence[BlockHash], session: int) -> None:
-        """A request with these blocks has ended."""
-        self._keeper.mark(digests, IDLE, session=session)
-
     def mark(self, digests: Sequence[BlockHash], standing: int, *, expected: float = 0.0, session: int = 0) -> None:
-        """What blocks are worth from now on (offload.standing)."""
+        """What blocks are worth from now on (prefix_cache.worth)."""
         self._keeper.mark(digests, standing, expected=expected, session=session)
 
     def promote(self, digests: Sequence[BlockHash]) -> None:
         """These will be asked for soon."""
         self._transfers.promote(digests)
+
+    def promote_at(self, when: float, digests: Sequence[BlockHash]) -> None:
+        """These will be asked for after `when`, on the monotonic clock."""
+        self._keeper.at(when, lambda: self._transfers.promote(digests))
+
+    @property
+    def prefetched(self) -> int:
+        """Blocks brought into host memory before anybody asked."""
+        return self._transfers.counts.promoted
+
+    @property
+    def useless_prefetches(self) -> int:
+        """Those of them that nobody asked for in time."""
+        return self._transfers.counts.useless
 
     def take_events(self) -> list[KVEvent]:
         """What has changed in the tiers."""

@@ -30,6 +30,7 @@ from gateway.workers.protocol import (
     Done,
     Finished,
     GenerateRequest,
+    RetentionHint,
     Started,
     Tokens,
     WorkerInfo,
@@ -169,6 +170,9 @@ class SimulatedEngine:
     def snapshot(self) -> dict[str, bytes]:
         digests = self._scheduler.pool.snapshot()
         return {DEVICE: digests} if digests else {}
+
+    def retain(self, hints: Iterable[RetentionHint]) -> None:
+        """Nothing here depends on it."""
 
     def supersede(self, digests: Iterable[BlockHash]) -> int:
         return self._scheduler.pool.supersede(digests)

@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from engine.core import EngineCore, RequestRefused
 from engine.server.stream import RequestStream
-from gateway.workers.protocol import Chunk, Done, Failed, Tokens, WorkerStats
+from gateway.workers.protocol import Chunk, Done, Failed, RetentionHint, Tokens, WorkerStats
 from prefix_cache.events import KVEvent
 from prefix_cache.hashing import BlockHash
 
@@ -181,6 +181,10 @@ class StepLoop:
     def supersede(self, digests: Sequence[BlockHash]) -> int:
         """Has blocks evicted before all others."""
         return self._core.supersede(digests)
+
+    def retain(self, hints: Sequence[RetentionHint]) -> None:
+        """Passes on what gateways say of sessions."""
+        self._core.retain(hints)
 
     def check_integrity(self) -> None:
         """Checks the core's books."""

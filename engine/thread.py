@@ -21,10 +21,11 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from engine.cancelling import CancellableCore
 from engine.core import EngineCore, RequestRefused
 from engine.server.stream import RequestStream
 from engine.step_loop import FailurePolicy, News, StepLoop
-from gateway.workers.protocol import Chunk, Done, Failed, GenerateRequest, WorkerInfo, WorkerStats
+from gateway.workers.protocol import Chunk, Done, Failed, GenerateRequest, RetentionHint, WorkerInfo, WorkerStats
 from prefix_cache.event_log import DEFAULT_BATCHES, DEFAULT_BYTES, EventLog
 from prefix_cache.events import KVEvent, Snapshot
 from prefix_cache.hashing import TOKEN_BYTES, BlockHash
@@ -88,6 +89,10 @@ class _Entry:
     phase: _Phase = _Phase.PREPARING
 
 
+def _nothing(request_id: str) -> None:
+    """For a core whose steps cannot end early."""
+
+
 class EngineThread:
     """Runs `core` on a thread of its own. Everything here is for the event loop that called `start`."""
 
@@ -96,6 +101,7 @@ class EngineThread:
         self.info: WorkerInfo = core.info
         self.events = EventLog(core.info.instance, self.config.event_batches, self.config.event_bytes)
         self.observers: list[Observer] = []
+        self._cancel: Callable[[str], None] = core.cancel if isinstance(core, CancellableCore) else _nothing
         self._prepare: Callable[[GenerateRequest], Any] = core.prepare
         self._steps = StepLoop(core, _Listener(self), self._deliver, self.config.failures, self.config.debug_integrity)
         self._loop: asyncio.AbstractEventLoop
@@ -178,6 +184,7 @@ class EngineThread:
         if entry.phase is _Phase.PREPARING:
             self._abort_stream(entry.stream)
             return True
+        self._cancel(request_id)
         aborted = await self._ask(functools.partial(self._steps.abort, request_id))
         if aborted and self._entries.get(request_id) is entry:
             self._abort_stream(entry.stream)
@@ -203,6 +210,10 @@ class EngineThread:
     async def supersede(self, digests: Sequence[BlockHash]) -> int:
         """Blocks that will not be asked for again are evicted before all others. Returns how many of them there are."""
         return await self._ask(functools.partial(self._steps.supersede, digests))
+
+    def retain(self, hints: Sequence[RetentionHint]) -> None:
+        """What gateways say of sessions between two turns; takes effect before the next step."""
+        self._steps.post(functools.partial(self._steps.retain, tuple(hints)))
 
     async def check_integrity(self) -> None:
         """Raises prefix_cache.block_pool.IntegrityError when the core's books do not balance between two steps."""
@@ -275,6 +286,7 @@ class EngineThread:
             return
         self._end(stream, time.monotonic())
         if entry.phase is not _Phase.PREPARING:
+            self._cancel(stream.request_id)
             self._steps.post(functools.partial(self._steps.abort, stream.request_id))
 
     def _abort_stream(self, stream: RequestStream) -> None:

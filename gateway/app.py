@@ -15,8 +15,10 @@ from gateway.apis.administration import AdminRoutes, Drain, Metrics, Workers
 from gateway.apis.arrivals import Arrivals
 from gateway.apis.endpoint import TurnEndpoint
 from gateway.apis.headers import KNOWN_AS, LIMITS, REQUEST_ID, request_id
+from gateway.apis.keeping import KeepingRoutes
 from gateway.apis.openai.errors import error_body
 from gateway.apis.openai.routes import OpenAIRoutes
+from gateway.apis.routes import RouteRoutes
 from gateway.apis.sessions import SessionRoutes
 from gateway.apis.watching import WatchRoutes
 from gateway.auth import ADMINISTRATION, ApiKeys
@@ -25,6 +27,7 @@ from gateway.cors import allow_origins, mark
 from gateway.discovery.registration import RegistrationRoutes
 from gateway.passthrough.endpoint import PassThrough
 from gateway.pipeline import Pipeline
+from gateway.router.receipts import RouteLog
 from gateway.turn import TurnError
 from gateway.turns.registry import TurnRegistry
 
@@ -51,6 +54,7 @@ def make_apps(
     drain: Drain = lambda name, draining: False,
     metrics: Metrics | None = None,
     passthrough: PassThrough | None = None,
+    routes: RouteLog | None = None,
     registration: RegistrationRoutes | None = None,
     gate: Gate | None = None,
 ) -> Applications:
@@ -77,7 +81,10 @@ def make_apps(
     for each in (app, administration):
         # Administrators look at what tenants see, too.
         WatchRoutes(pipeline, arrivals).add_to(each.router)
+        KeepingRoutes(pipeline, arrivals).add_to(each.router)
         SessionRoutes(pipeline, arrivals).add_to(each.router)
+        if routes is not None:
+            RouteRoutes(routes, arrivals).add_to(each.router)
         _Probes(pipeline, reasons).add_to(each.router)
         if registration is not None:
             registration.add_to(each.router)

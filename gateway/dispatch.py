@@ -92,7 +92,9 @@ class PoolDispatcher:
         self._telemetry = telemetry
         self._stages = telemetry.stages if telemetry is not None else StageTimes()
         self.index = ResidencyIndex(config.router.max_indexed_blocks, config.router.max_predicted_blocks)
-        self.router = Router(config.router, self.index, clock)
+        self.router = Router(
+            config.router, self.index, clock, observer=telemetry.metrics.routing if telemetry is not None else None
+        )
         self.pool = WorkerPool(
             make_client if make_client is not None else self._client,
             self.index,
@@ -106,6 +108,7 @@ class PoolDispatcher:
         self._hints = RetentionHints(self._taker_of_hints)
         if telemetry is not None:
             telemetry.watch_pool(self.workers)
+            telemetry.watch_router(self.router.standings, self.index)
 
     async def __aenter__(self) -> PoolDispatcher:
         return self

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import logging
 import threading
 import time
@@ -17,6 +19,7 @@ from prefix_cache.hashing import BlockHash
 logger = logging.getLogger(__name__)
 
 _MAX_MARKS = 4096
+_MAX_TIMERS = 10_000
 _MAX_EVENTS = 65_536
 
 ItemT = TypeVar("ItemT")
@@ -43,16 +46,27 @@ class TierKeeper:
 
         self._events: deque[KVEvent] = deque(maxlen=_MAX_EVENTS)
         self._missing: deque[BlockHash] = deque(maxlen=_MAX_EVENTS)
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-keeper", daemon=True)
         self._thread.start()
 
     def mark(self, digests: Sequence[BlockHash], standing: int, *, expected: float = 0.0, session: int = 0) -> None:
-        """Has blocks marked in every tier (offload.standing). Those that the fastest tier does not have are `take_missing`."""
+        """Has blocks marked in every tier (prefix_cache.worth). `take_missing` has those that the fastest one lacks."""
         if digests:
             self._marks.append((tuple(digests), standing, expected, session))
             self._wake.set()
+
+    def at(self, when: float, work: Callable[[], None]) -> None:
+        """Has `work` done at `when` on the monotonic clock, or soon after. The earliest are kept when too many wait."""
+        with self._lock:
+            heapq.heappush(self._timers, (when, next(self._numbers), work))
+            if len(self._timers) > _MAX_TIMERS:
+                self._timers.remove(max(self._timers))
+                heapq.heapify(self._timers)
 
     def take_events(self) -> list[KVEvent]:
         """What has changed in the tiers since the last call."""
@@ -85,8 +99,18 @@ class TierKeeper:
             self._wake.wait(self._interval)
             self._wake.clear()
 
+    def _due(self) -> list[Callable[[], None]]:
+        now = time.monotonic()
+        with self._lock:
+            due = []
+            while self._timers and self._timers[0][0] <= now:
+                due.append(heapq.heappop(self._timers)[2])
+        return due
+
     def _look(self) -> None:
         news = self._is_waiting()
+        for work in self._due():
+            work()
         while self._marks:
             digests, standing, expected, session = self._marks.popleft()
             for number, tier in enumerate(self._tiers):

@@ -23,9 +23,10 @@ import numpy as np
 from offload import slot_layout as layout
 from offload.errors import TierCorrupt, TierUnavailable
 from offload.slot_layout import FREE, READY, WRITING, SlotColumns
-from offload.standing import IDLE, PINNED, SHARED, SUPERSEDED, WAITING, first_to_go
+from offload.standing import first_to_go
 from offload.table_file import HALVES, TableFile
 from prefix_cache.hashing import BlockHash
+from prefix_cache.worth import IDLE, PINNED, SHARED, SUPERSEDED, WAITING
 
 _LONGEST_CHAIN = 128
 
@@ -227,7 +228,7 @@ class SlotTable:
         return gone
 
     def mark(self, digests: Iterable[BlockHash], standing: int, *, expected: float = 0.0, session: int = 0) -> int:
-        """What blocks are worth from now on (offload.standing). A block that another session has marked before is shared, and
+        """What blocks are worth from now on (prefix_cache.worth). A block that another session has marked before is shared, and
         stays that. Returns how many were found."""
         found = 0
         now = self._now()

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offload.slot_layout import SlotColumns
-
-SUPERSEDED, IDLE, WAITING, SHARED, PINNED = 0, 1, 2, 3, 4
+from prefix_cache.worth import IDLE, PINNED, SHARED, WAITING
 
 _TAIL = 1e-6  # seconds by which a block counts as older than the one before it
 

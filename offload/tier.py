@@ -63,7 +63,7 @@ class Tier(Protocol):
         """Throws blocks away; returns how many were there."""
 
     def mark(self, digests: Sequence[BlockHash], standing: int, *, expected: float = 0.0, session: int = 0) -> int:
-        """What blocks are worth from now on (offload.standing). `expected` on the monotonic clock."""
+        """What blocks are worth from now on (prefix_cache.worth). `expected` on the monotonic clock."""
 
     def figures(self) -> TierFigures:
         """What it holds and has done."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -34,6 +34,7 @@ _MAX_STORES = 16_384
 _MAX_WRITES = 65_536
 _MAX_STAGED_BYTES = 64 << 20
 _LOADERS = 2
+_USEFUL_FOR = 600.0
 
 ItemT = TypeVar("ItemT")
 
@@ -58,6 +59,7 @@ class TransferCounts:
     unfit: int = 0
     written: int = 0
     promoted: int = 0
+    useless: int = 0
 
 
 class Transfers:
@@ -91,6 +93,7 @@ class Transfers:
         self._writes: deque[tuple[BlockHash, int, int, Bytes | None]] = deque()
         self._staged = 0
         self._promotions: deque[BlockHash] = deque()
+        self._promoted: OrderedDict[BlockHash, float] = OrderedDict()
         self._finished: deque[LoadTicket] = deque()
         self._busy = 0
         work: list[tuple[str, deque[Any], Callable[[_Worker], None]]] = [
@@ -216,6 +219,7 @@ class Transfers:
                     name = host.name if self._load_from(host, digest, block, worker) else None
                     if name is not None:
                         ticket.loaded += 1
+                        self._promoted.pop(digest, None)
             if name is None:
                 # Not under the lock: a medium may take its time.
                 tier = next((tier for tier in self._below if tier.load(digest, worker.staging)), None)
@@ -316,8 +320,13 @@ class Transfers:
         host = self._host
         if digest is None or host is None or host.prefix((digest,)):
             return
-        if any(tier.load(digest, worker.staging) for tier in self._below):
-            self.counts.promoted += len(host.store((Outgoing(digest, worker.staging),)))
+        now = time.monotonic()
+        while self._promoted and next(iter(self._promoted.values())) < now - _USEFUL_FOR:
+            self._promoted.popitem(last=False)
+            self.counts.useless += 1
+        if any(tier.load(digest, worker.staging) for tier in self._below) and host.store((Outgoing(digest, worker.staging),)):
+            self.counts.promoted += 1
+            self._promoted[digest] = now
 
     def _is_intact(self, filled: Filled) -> bool:
         return self._generations[filled.block] == filled.generation

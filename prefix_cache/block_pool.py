@@ -167,6 +167,17 @@ class BlockPool:
                 self._policy.supersede(block)
         return found
 
+    def mark(self, digests: Sequence[BlockHash], standing: int, *, expected: float = 0.0, session: int = 0) -> int:
+        """What blocks are worth while nobody uses them (prefix_cache.worth); `digests` in the order of their sequence,
+        unknown ones are skipped. Returns how many were found."""
+        found = 0
+        for digest in reversed(digests):
+            block = self._by_digest.get(digest)
+            if block is not None:
+                found += 1
+                self._policy.mark(block, standing, expected, session)
+        return found
+
     def publish(self, blocks: Sequence[int], digests: Sequence[BlockHash], parent: BlockHash) -> list[int]:
         """Makes full, computed blocks of one sequence findable; they follow each other, `parent` is the digest before them.
 
@@ -216,6 +227,8 @@ class BlockPool:
         while len(self._policy):
             self._free.append(self._policy.pop())
         self._by_digest.clear()
+        for block in range(self.num_blocks):
+            self._policy.forget(block)
         self._superseded.clear()
         self._digests = [None] * self.num_blocks
         self._events.append(AllCleared())

@@ -24,6 +24,14 @@ class EvictionPolicy(Protocol):
         """`block`, which is in the order, will not be asked for again: it comes before all others. Of several, the one named
         last comes first. Raises KeyError when it is not in the order."""
 
+    def mark(self, block: int, standing: int, expected: float, session: int) -> None:
+        """What `block` is worth while nobody uses it (prefix_cache.worth), whether it is in the order yet or not. `expected`:
+        when it will be used, or until when it is pinned. `session`: who says so, 0 for nobody; what two of them have marked is
+        shared. A policy may ignore it."""
+
+    def forget(self, block: int) -> None:
+        """`block` holds something else from now on: no mark means it any more."""
+
     def pop(self) -> int:
         """Takes out and returns the block to give up first. Raises KeyError when there is none."""
 
@@ -53,6 +61,12 @@ class LRUPolicy:
 
     def supersede(self, block: int) -> None:
         self._order.move_to_end(block, last=False)
+
+    def mark(self, block: int, standing: int, expected: float, session: int) -> None:
+        """Recency is all that counts here."""
+
+    def forget(self, block: int) -> None:
+        """There are no marks."""
 
     def pop(self) -> int:
         return self._order.popitem(last=False)[0]

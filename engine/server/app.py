@@ -129,7 +129,7 @@ class ReplicaApp:
         return json_reply(SupersedeReply(await engine.supersede(split_digests(joined))))
 
     async def _retain(self, request: web.Request) -> web.StreamResponse:
-        self._ready_engine()
+        engine = self._ready_engine()
         body = await read_body(request, _RETAIN_BODY, self._config.body_timeout)
         hints = decode(request, body, RetainRequest).hints
         if len(hints) > MAX_RETENTION_HINTS:
@@ -137,6 +137,7 @@ class ReplicaApp:
             raise RequestRefused("invalid_request", message, "hints")
         for hint in hints:
             self.waiting.told(hint)
+        engine.retain(hints)
         return json_reply(RetainReply(len(self.waiting)))
 
     async def _waiting_sessions(self, request: web.Request) -> web.StreamResponse:

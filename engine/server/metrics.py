@@ -136,6 +136,9 @@ class _StatsCollector(Collector):
             ("generated_tokens", "Tokens generated.", stats.generated_tokens_total),
             ("preemptions", "Sequences that gave their blocks back to be computed again.", stats.preemptions_total),
             ("retention_hints", "Hints of gateways when a session will be back.", self._waiting.hints),
+            ("lost_blocks", "Blocks that a session came back for and that were computed again.", stats.lost_blocks_total),
+            ("prefetched_blocks", "Blocks brought into memory before anybody asked.", stats.prefetched_blocks_total),
+            ("useless_prefetches", "Those of them that nobody asked for in ten minutes.", stats.useless_prefetches_total),
             ("kv_event_batches", "KV event batches published.", self._engine.events.seq),
         ):
             yield CounterMetricFamily(_PREFIX + name, text, value)

@@ -1,6 +1,6 @@
 """Sessions that wait for a tool, as gateways told: when each is expected back. Bounded, the longest away first out.
 
-It is only recorded here and shown; what is evicted does not depend on it yet.
+It is recorded here and shown; the engine does with it what engine/session_blocks.py says.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ class WaitingTable:
     def told(self, hint: RetentionHint) -> None:
         """A turn ended."""
         self.hints += 1
+        if hint.state == "prefetch":
+            return
         key = (hint.tenant, hint.session)
         self._sessions.pop(key, None)
         if hint.state == "waiting":

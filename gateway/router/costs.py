@@ -6,7 +6,7 @@
             + interference         what its steps take in any case, and for the sequences that generate there
 
     cost    = seconds              the expected time to the first token, and beside it:
-            + opportunity * prefill        what computing keeps others from
+            + opportunity * others         what computing keeps others from: prefill * (1 + arrivals during it / 2)
             + eviction                     what others will compute again because their blocks made room
             + spread * recent work         only when a session is placed for the first time
             - hysteresis * prompt          only for the worker the session comes from
@@ -45,9 +45,10 @@ class Candidate(NamedTuple):
     """A worker as the policies see it; all but the tokens, the rank and the requests is seconds. A tuple, as there is one for
     every worker at every decision.
 
-    `matched_tokens`: the beginning of this prompt that it holds or soon will. `recent_work`: what it computed lately, decaying
-    (looked at for new sessions only). `whole`: what computing the prompt without any hit would take (for the home only).
-    `idle_rank`: lower for workers not chosen for longer. `requests`: in flight there.
+    `matched_tokens`: the beginning of this prompt that it holds or soon will. `others`: what those wait who come while it is
+    computed. `recent_work`: what the worker computed lately, decaying (looked at for new sessions only). `whole`: what
+    computing the prompt without any hit would take (for the home only). `idle_rank`: lower for workers not chosen for longer.
+    `requests`: in flight there.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Candidate(NamedTuple):
     transfer: float = 0.0
     prefill: float = 0.0
     interference: float = 0.0
+    others: float = 0.0
     eviction: float = 0.0
     recent_work: float = 0.0
     whole: float = 0.0
@@ -80,9 +82,9 @@ class Weights:
 
 def costs(candidates: Sequence[Candidate], home: str | None, weights: Weights) -> list[float]:
     """Seconds for each, with the terms above. `home` None: the session is new."""
-    work, evict, spread = 1.0 + weights.opportunity, weights.eviction, weights.spread if home is None else 0.0
+    others, evict, spread = weights.opportunity, weights.eviction, weights.spread if home is None else 0.0
     found = [
-        c.queue + c.transfer + c.interference + work * c.prefill + evict * c.eviction + spread * c.recent_work
+        c.queue + c.transfer + c.prefill + c.interference + others * c.others + evict * c.eviction + spread * c.recent_work
         for c in candidates
     ]
     if home is not None:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from gateway.router.arrivals import Arrivals
 from gateway.router.config import RouterConfig
 from gateway.router.costs import Candidate, WorkerLoad
 from gateway.router.estimator import STEP_TOKENS, Coefficients, Observation, PrefillEstimator
@@ -55,6 +56,7 @@ class Router:
         self._reuse = ReuseModel()
         self._fleet = PrefillEstimator()
         self._standings: dict[str, Standing] = {}
+        self._arrivals = Arrivals(config.spread_half_life)
         self._choices = 0
         self._to_refresh: list[str] = []
 
@@ -78,6 +80,7 @@ class Router:
         now = self.now()
         index = self.index
         index.expire(now)
+        self._arrivals.add(now)
         matches, lower = index.lookup_tiers(digests)
         named = (session.tenant, session.key) if session.key is not None else None
         home = self._home(named, session.tenant, digests, matches, now)
@@ -119,7 +122,7 @@ class Router:
         return Route(
             self,
             standing,
-            Receipt(chosen.name, reason, chosen.matched_tokens, len(candidates), load.instance, chosen.seconds),
+            Receipt(chosen.name, reason, chosen.matched_tokens, len(candidates), load.instance, chosen.seconds, decision),
             decision,
             digests=digests,
             block_size=block_size,
@@ -204,6 +207,7 @@ class Router:
     ) -> list[Candidate]:
         # The hot loop of the gateway: with 64 workers each line of it runs 64 times for every request.
         standings, index_blocks, make = self._standings, self.index.blocks, tuple.__new__
+        arrivals = self._arrivals.rate(now) / len(loads)
         candidates: list[Candidate] = []
         for load in loads:
             name, requests, kv_tokens = load.name, load.requests, load.kv_tokens
@@ -215,6 +219,7 @@ class Router:
             if standing.trust.level:
                 matched = standing.trust.believed(matched)
             new = prompt_tokens - matched
+            work = new * (token + pair * (matched + 0.5 * new))
             transfer = _transfer(lower[name], k, matched, block_size) if lower and name in lower else 0.0
             eviction = 0.0
             if kv_tokens and index_blocks(name) * block_size >= _FULL * kv_tokens:
@@ -228,8 +233,9 @@ class Router:
                         matched,
                         standing.queue(load, prompt_tokens, now),
                         transfer,
-                        new * (token + pair * (matched + 0.5 * new)),
+                        work,
                         fixed + neighbour * (requests - len(standing.pending)) * (1.0 + new / STEP_TOKENS),
+                        work * (1.0 + 0.5 * arrivals * work),
                         eviction,
                         standing.recent_work(now) if home is None else 0.0,
                         k.work(prompt_tokens, 0) if name == home else 0.0,

@@ -197,13 +197,14 @@ class RetentionHint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     `request_id`: of the turn. `tools`: what it called. `return_p50`, `return_p90`: seconds after the end of the turn by which
     the session is back in half, and in nine of ten, of the cases seen; None where nothing is known. `weight`: how many
     cases that is, old ones counted for less. `ttl`: seconds for which the caller asks its prefix to be kept.
-    `state` closed: it will not be back.
+    `state` closed: it will not be back. released: nothing is to be kept for it any longer than for others. prefetch: it will be
+    here soon; what lies on disk only is brought into memory.
     """
 
     session: str
     request_id: str
     tenant: str = ""
-    state: Literal["waiting", "closed"] = "waiting"
+    state: Literal["waiting", "closed", "released", "prefetch"] = "waiting"
     tools: tuple[str, ...] = ()
     return_p50: float | None = None
     return_p90: float | None = None
@@ -315,7 +316,9 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Load and totals. Blocks: free + cached + referenced = num_blocks; free ones hold nothing, cached ones hold KV that
     nobody uses right now and can be evicted. Totals count from the start of the instance. `draining`: it shuts down, finishes
     what it has and takes nothing new. `loading`: sequences whose blocks are on their way from a tier; they count neither as
-    running nor as waiting.
+    running nor as waiting. `lost_blocks`: those that a session came back for and that had to be computed again.
+    `prefetched_blocks`: brought from disk into memory before anybody asked; `useless_prefetches`: for which nobody asked within
+    ten minutes.
     """
 
     instance: str
@@ -336,4 +339,7 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     decode_tokens_per_second: float = 0.0
     draining: bool = False
     loading: int = 0
+    lost_blocks_total: int = 0
+    prefetched_blocks_total: int = 0
+    useless_prefetches_total: int = 0
     tiers: tuple[TierStats, ...] = ()

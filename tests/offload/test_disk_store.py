@@ -21,7 +21,7 @@ from offload.errors import TierUnavailable
 from offload.files import Files
 from tests.offload.blocks import digest_of, outgoing
 from tests.offload.conftest import BLOCK, KEY
-from tests.offload.test_tiers import loaded
+from tests.offload.test_tier_contract import loaded
 
 MakeDisk = Callable[..., DiskStore]
 

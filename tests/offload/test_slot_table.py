@@ -14,7 +14,7 @@ from offload import slot_layout as layout
 from offload.errors import TierCorrupt, TierUnavailable
 from offload.slot_layout import FREE, READY, WRITING
 from offload.slot_table import SlotTable
-from offload.standing import IDLE, PINNED, SHARED, SUPERSEDED, WAITING
+from prefix_cache.worth import IDLE, PINNED, SHARED, SUPERSEDED, WAITING
 from tests.offload.blocks import digest_of
 
 KEY = digest_of(10**9)

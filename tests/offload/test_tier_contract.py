@@ -10,7 +10,7 @@ import pytest
 from offload.arena import HostArena
 from offload.disk_store import DiskStore
 from offload.errors import TierUnavailable
-from offload.standing import SUPERSEDED
+from prefix_cache.worth import SUPERSEDED
 from tests.offload.blocks import digest_of, outgoing, payload_of
 from tests.offload.conftest import BLOCK
 

@@ -8,6 +8,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from prefix_cache.block_pool import BlockPool, PoolExhausted
 from prefix_cache.events import AllCleared, BlocksRemoved, BlocksStored
+from prefix_cache.expected_use import ExpectedUsePolicy
 from prefix_cache.hashing import chain_digest, pack_tokens, split_digests
 
 ROOT = b"\x00" * 16
@@ -152,3 +153,26 @@ class PoolMachine(RuleBasedStateMachine):
 
 PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestPool = PoolMachine.TestCase
+
+
+class MarkedPoolMachine(PoolMachine):
+    """The same with the policy that orders by expected use, and marks at random."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = 0.0
+        self.pool = BlockPool(NUM_BLOCKS, 2, ExpectedUsePolicy(lambda: self.now))
+
+    @rule(standing=st.integers(0, 4), away=st.integers(0, 9), session=st.integers(0, 2), data=st.data())
+    def mark(self, standing, away, session, data):
+        known = sorted(self.visible)
+        digests = data.draw(st.lists(st.sampled_from(known), unique=True)) if known else []
+        assert self.pool.mark(digests, standing, expected=self.now + away, session=session) == len(digests)
+
+    @rule(seconds=st.integers(1, 20))
+    def wait(self, seconds):
+        self.now += seconds
+
+
+MarkedPoolMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestMarkedPool = MarkedPoolMachine.TestCase

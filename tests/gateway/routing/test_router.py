@@ -453,7 +453,7 @@ def situations(draw):
     return prompt, candidates, home
 
 
-TERMS = ("queue", "transfer", "prefill", "interference", "eviction", "recent_work")
+TERMS = ("queue", "transfer", "prefill", "interference", "others", "eviction", "recent_work")
 
 
 @settings(max_examples=300, deadline=None)

@@ -1,0 +1,100 @@
+"""Which blocks belong to which session, and what becomes of them while it is away.
+
+When a turn ends its blocks are idle. When a gateway says that the session waits for a tool and when it will be back, they are
+worth keeping in that order, on the device and in every tier, and what lies on disk only is brought into memory before that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from engine.intake import session_number
+from engine.offloading import Offloading
+from gateway.workers.protocol import RetentionHint
+from prefix_cache.block_pool import BlockPool
+from prefix_cache.hashing import BlockHash, JoinedDigests, join_digests, split_digests
+from prefix_cache.worth import IDLE, PINNED, SUPERSEDED, WAITING
+
+MAX_BYTES = 64 << 20
+"""Of names of blocks; the sessions that were here longest ago are forgotten beyond it."""
+
+_FETCH_AT = 0.5
+"""Of the median time away: half of the sessions are back later than that time, hardly any before half of it."""
+
+
+class SessionBlocks:
+    """Belongs to the engine thread. Times are of `clock`."""
+
+    def __init__(
+        self, pool: BlockPool, tiers: Offloading | None, max_bytes: int = MAX_BYTES, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.lost_blocks = 0
+        """Blocks that a session came back for and that nothing had any more."""
+        self._pool = pool
+        self._tiers = tiers
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._sessions: OrderedDict[int, bytes] = OrderedDict()
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def began(self, session: int, digests: Sequence[BlockHash], held: int) -> None:
+        """A turn of the session has begun; the first `held` of its blocks were not computed."""
+        joined = self._sessions.get(session)
+        if joined is not None:
+            common = _common(JoinedDigests(joined), digests)
+            self.lost_blocks += max(0, common - held)
+
+    def ended(self, session: int, digests: Sequence[BlockHash]) -> None:
+        """A turn of the session has ended, with these blocks."""
+        if session:
+            self._bytes -= len(self._sessions.pop(session, b""))
+            joined = self._sessions[session] = join_digests(digests)
+            self._bytes += len(joined)
+            while self._bytes > self._max_bytes:
+                self._bytes -= len(self._sessions.popitem(last=False)[1])
+        self._mark(digests, IDLE, 0.0, session)
+
+    def told(self, hint: RetentionHint) -> None:
+        """What a gateway says of a session; of one that is not known it is ignored."""
+        session = session_number(hint.tenant, hint.session)
+        joined = self._sessions.get(session)
+        if joined is None:
+            return
+        digests = split_digests(joined)
+        now = self._clock()
+        if hint.state == "prefetch":
+            if self._tiers is not None:
+                self._tiers.promote(digests)
+        elif hint.state == "closed":
+            self._bytes -= len(self._sessions.pop(session))
+            self._mark(digests, SUPERSEDED, 0.0, session)
+        elif hint.state == "released":
+            self._mark(digests, IDLE, 0.0, session)
+        elif hint.ttl is not None and hint.ttl > 0:
+            self._mark(digests, PINNED, now + hint.ttl, session)
+        elif hint.return_p90 is not None:
+            self._mark(digests, WAITING, now + hint.return_p90, session)
+            if self._tiers is not None and hint.return_p50 is not None:
+                self._tiers.promote_at(now + _FETCH_AT * hint.return_p50, digests)
+
+    def _mark(self, digests: Sequence[BlockHash], standing: int, expected: float, session: int) -> None:
+        self._pool.mark(digests, standing, expected=expected, session=session)
+        if self._tiers is not None:
+            self._tiers.mark(digests, standing, expected=expected, session=session)
+
+
+def _common(one: Sequence[BlockHash], other: Sequence[BlockHash]) -> int:
+    """How many blocks both begin with: a bisection, since names of blocks are chained."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[middle - 1] == other[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
