@@ -1,5 +1,6 @@
 """One gateway in several processes: what a client sees of it is one gateway."""
 
+import contextlib
 import http.client
 import json
 import os
@@ -113,6 +114,10 @@ def test_what_one_process_is_told_all_do_also_one_that_was_started_again(gateway
     wait_for(lambda: all(draining() for _ in range(12)))
     first = pids(gateway, "process")
     os.kill(first["process-1"], signal.SIGKILL)
+    # Connections that the kernel had given to it break.
+    with contextlib.suppress(ConnectionError):
+        ask(gateway, "GET", "/health")
+    wait_for(lambda: not alive(first["process-1"]))
     # The others serve meanwhile.
     for number in range(20):
         assert chat(gateway, [{"role": "user", "content": f"question {number}"}])[1]["X-Turnkeep-Replica"] == "replica-0"
