@@ -1,7 +1,7 @@
 """Which session a request to /v1/sessions means: a part of the path, or `?id=`.
 
-Clients and proxies tidy paths before they send them: `.` and `..` vanish, `//` and `%2F` become `/`. Ids with such parts come as
-`?id=`, which nobody touches.
+Clients and proxies tidy paths before they send them: `.` and `..` vanish, `//` and `%2F` become `/`. Ids with such parts come
+as `?id=`, which nobody touches.
 """
 
 from __future__ import annotations
