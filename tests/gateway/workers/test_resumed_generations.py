@@ -251,6 +251,24 @@ async def test_a_broken_connection_to_the_only_worker_is_no_end(bench):
     assert generation.migrations[0].worker == "a"
 
 
+async def test_a_successor_with_other_weights_does_not_go_on(bench):
+    first = await bench.add("a", can_resume=True)
+    go = asyncio.Event()
+    first.default = [*answer((1, 2))[:3], Wait(go), DROP]
+    generation = await bench.send()
+    chunks = generation.chunks()
+    await anext(chunks)
+    path = bench.view("a").url.removeprefix("unix:")
+    await first.stop()
+    bench.replicas["a2"] = other = FakeReplica(instance="life-2", can_resume=True, namespace="11" * 16)
+    await other.start(path)
+    await until(lambda: bench.state("a") == "ready" and bench.view("a").info.instance == "life-2")
+    with pytest.raises(TurnError, match="Nobody could go on with it") as caught:
+        _ = [chunk async for chunk in chunks]
+    assert caught.value.code == "worker_lost"
+    assert other.requests == []
+
+
 async def test_nobody_comes(bench):
     first = await bench.add("a", can_resume=True)
     go = asyncio.Event()
