@@ -50,7 +50,7 @@ class Standing:
 
     def __init__(self, name: str, base: Coefficients, half_life: float, now: float) -> None:
         self.name = name
-        self.estimator = PrefillEstimator(base)
+        self.estimator = PrefillEstimator()
         self.coefficients = base
         self.half_life = half_life
         self.trust = Trust(name)
@@ -72,8 +72,6 @@ class Standing:
 
     def observed(self, seen: Observation, fleet: Coefficients, now: float) -> None:
         """It has reported how long a prompt took."""
-        if self._weight == 0.0:
-            self.estimator = PrefillEstimator(fleet)
         self._weight = min(self._weight * self._age(now) + 1.0, _MAX_WEIGHT)
         self._observed_at = now
         self.estimator.observe(seen)

@@ -7,6 +7,8 @@ import pytest
 from aiohttp import web
 
 from gateway.access.config import AuthConfig
+from gateway.admission.buckets import Buckets
+from gateway.admission.limits import RateLimits
 from gateway.apis.arrivals import Arrivals
 from gateway.apis.routes import RouteRoutes
 from gateway.auth import ApiKeys
@@ -73,7 +75,7 @@ async def serving(log, keys=()):
 
     config = GatewayConfig(models=(ModelConfig("m", "."),), auth=AuthConfig(keys=tuple(keys)))
     app = web.Application(middlewares=[errors])
-    RouteRoutes(log, Arrivals(config, ApiKeys(config.auth), StageTimes())).add_to(app.router)
+    RouteRoutes(log, Arrivals(config, ApiKeys(config.auth), RateLimits(Buckets()), StageTimes())).add_to(app.router)
     async with HttpServer(app, HttpConfig(port=0)) as server, aiohttp.ClientSession() as http:
 
         async def get(path, key=None):
