@@ -324,7 +324,11 @@ class PooledGeneration:
         suffix = f".{self._attempts}" if self._attempts else ""
         self._attempts += 1
         receipt = placement.route.receipt
-        self._receipt = dataclasses.replace(receipt, reason=RESUMED) if generated else receipt
+        if generated:
+            receipt = dataclasses.replace(receipt, reason=RESUMED)
+            if receipt.decision is not None:
+                receipt.decision.reason = RESUMED
+        self._receipt = receipt
         return Attempt(placement, self._request.request_id + suffix)
 
     def _note_failure(self, attempt: Attempt, error: WorkerUnavailableError) -> None:

@@ -83,6 +83,9 @@ async def test_another_goes_on_where_the_lost_one_stood(bench):
     )
     assert first.requests[0].resume == ()
     assert (generation.receipt.worker, generation.receipt.reason) == ("b", "resumed")
+    newest, lost = bench.dispatcher.router.log.newest(request_id="id")
+    assert (newest.worker, newest.reason, newest.outcome.result) == ("b", "resumed", "finished")
+    assert (lost.worker, lost.outcome.result) == ("a", "failed")
     (migration,) = generation.migrations
     assert (migration.lost, migration.worker, migration.tokens) == ("a", "b", 2)
     assert "in the middle" in migration.why or "broke off" in migration.why
