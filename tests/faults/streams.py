@@ -62,8 +62,8 @@ class Answer:
         }, (self.prompt_tokens, self.completion_tokens)
 
     def equals(self, other):
-        """The same text, calls, tokens, ends and usage; log-probabilities but for the last bits, which a prompt computed at once
-        and one computed token by token may differ in."""
+        """The same text, calls, tokens, ends and usage; log-probabilities but for the last bits, in which a prompt computed at
+        once and one computed token by token may differ."""
         if self.said() != other.said():
             return False
         pairs = [
