@@ -183,6 +183,7 @@ class PoolDispatcher:
                 resumed_from=namespace,
                 request_id=request_id,
                 output=reserved_output(sampling, self._admission.output_reserve),
+                last_instance=prompt.last_instance,
             )
 
         generation = PooledGeneration(
@@ -257,6 +258,7 @@ class PoolDispatcher:
         opaque: bool = False,
         request_id: str = "",
         output: int = 0,
+        last_instance: str = "",
     ) -> Placement:
         """`resumed_from`: the namespace of the lost worker that began it, so only one that can go on, with the same weights,
         will do. `output`: tokens for which KV is set aside."""
@@ -280,6 +282,7 @@ class PoolDispatcher:
                 session=session,
                 loads=[member.load for member in members.values()],
                 request_id=request_id,
+                last_instance=last_instance,
             )
         member = members[route.receipt.worker]
         return Placement(member, route, member.books.open(tokens, route.receipt.matched_tokens, blocks))

@@ -37,7 +37,18 @@ class PromptBuilder:
             plan = await self._plan(model, turn)
             history = await self._keeper.open(model, turn, info)
             ledger = history.continuation.ledger
-            return Prompt(ledger.tokens, JoinedDigests(ledger.blocks), plan.source, turn.cache_salt, plan.unenforced), history
+            before = history.continuation.predecessor
+            # A conversation that began as another session's lives where it likes.
+            last_instance = before.worker_instance if before is not None and history.foreign is None else ""
+            prompt = Prompt(
+                ledger.tokens,
+                JoinedDigests(ledger.blocks),
+                plan.source,
+                turn.cache_salt,
+                unenforced=plan.unenforced,
+                last_instance=last_instance,
+            )
+            return prompt, history
 
         plan = await self._plan(model, turn)
 

@@ -87,6 +87,7 @@ class Prompt:
     """What a worker computes: token ids packed as little-endian uint32, plus the grammar source and what that does not hold.
 
     `digests` are the block hashes of the full blocks under the worker pool's namespace and the request's salt.
+    `last_instance`: the worker that its session's last turn ran on, by its own id; "": not known.
     """
 
     packed_token_ids: bytes
@@ -94,6 +95,7 @@ class Prompt:
     grammar: str | None = None
     cache_salt: str | None = None
     unenforced: tuple[Unenforced, ...] = ()
+    last_instance: str = ""
 
     @property
     def num_tokens(self) -> int:

@@ -32,7 +32,7 @@ _SWEEP_PER_BLOCK = 4
 _MAX_DEAD_SLOTS = 32
 _MAX_INTERNED = 65_536
 _TOUCHED_FROM = 0.75  # of the bound: below that nothing is forgotten soon
-_EVICTED_AT_ONCE = 256  # parts of the bound
+_EVICTED_AT_ONCE = 1024  # parts of the bound
 
 
 class Outcome(Enum):
