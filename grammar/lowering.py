@@ -78,6 +78,7 @@ class _Reader:
         self.milliseconds = 0.0
         self.heaviest = 0.0
         self.counting_milliseconds = 0.0
+        self._prepared: dict[str, dict[str, Any] | bool] = {}
 
     def read(self, node: Any, path: tuple[str | int, ...]) -> Any:
         """A format, with its schemas prepared."""
@@ -114,13 +115,17 @@ class _Reader:
             raise GrammarRefused("The grammar has a json_schema without a schema.", pointer=json_pointer(path))
         title = schema.get("title") if isinstance(schema, dict) else None
         tool = title if isinstance(title, str) else None
-        prepared = prepare(schema, Context(self._limits, tool), as_object=False)
-        if prepared is False:
-            raise GrammarRefused("The grammar has a schema that allows no value.", tool=tool, pointer="")
-        cost = estimated_milliseconds(prepared)
-        self.milliseconds += cost
-        self.heaviest = max(self.heaviest, cost)
-        self.counting_milliseconds = max(self.counting_milliseconds, counting_milliseconds(prepared))
+        written = json.dumps(schema)
+        if written not in self._prepared:  # a schema that stands in several places is compiled once
+            prepared = prepare(schema, Context(self._limits, tool), as_object=False)
+            if prepared is False:
+                raise GrammarRefused("The grammar has a schema that allows no value.", tool=tool, pointer="")
+            cost = estimated_milliseconds(prepared)
+            self.milliseconds += cost
+            self.heaviest = max(self.heaviest, cost)
+            self.counting_milliseconds = max(self.counting_milliseconds, counting_milliseconds(prepared))
+            self._prepared[written] = prepared
+        prepared = self._prepared[written]
         node = {**node, "json_schema": prepared}
         if set(node) <= {"type", "json_schema", "style"}:
             self.schemas.append((node, tool))
