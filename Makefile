@@ -33,8 +33,9 @@ types: $(STAMP)
 imports: $(STAMP)
 	$(BIN)/lint-imports
 
+# One process a processor, up to four; the tests of a file stay together, since they share what takes long to start.
 unit: model
-	$(BIN)/pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # The Triton kernels alone: interpreted, and compiled for GPUs that need not be here. Part of `unit`.
 triton: $(STAMP)

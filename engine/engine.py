@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from engine.batch import build_batch
+from engine.cancelling import CancellableForward, ForwardCancelledError, StepCancelling
 from engine.config import EngineConfig
 from engine.core import RequestRefused
 from engine.decode_graphs import DecodeGraphs, GraphCapture
@@ -101,6 +102,9 @@ class Engine:
         else:
             self._runner = Runner(forward, kv, DecodeGraphs(forward, kv, graph_capture, sizes, max_model_len))
         self._meter = Meter()
+        self._cancelling = StepCancelling()
+        if isinstance(forward, CancellableForward):
+            forward.cancel_by(self._cancelling.flag)
         self._requests: dict[str, Request] = {}
         self._over: list[Request] = []  # resumed with nothing left to generate: the next step says so
         self._arrivals = 0
@@ -206,12 +210,17 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """Drops a request at once and gives its blocks back. False when it is not known."""
+        self._cancelling.dropped(request_id)
         request = self._requests.get(request_id)
         if request is None:
             return False
         self._drop(request)
         self._meter.totals.aborted += 1
         return True
+
+    def cancel(self, request_id: str) -> None:
+        """From any thread: an abort of this request is about to be asked for. A step that is for nobody else ends early."""
+        self._cancelling.leaving(request_id)
 
     def has_work(self) -> bool:
         return self._has_runnable() or bool(self._over)
@@ -250,6 +259,8 @@ class Engine:
         try:
             logits = self._compute(plan)
             self._choose(plan, logits, output)
+        except ForwardCancelledError:
+            return output.chunks  # nothing of it counts, and whoever it was for is dropped before the next step
         except IntegrityError:
             raise  # the books are wrong: nothing that goes on from here can be trusted
         except Exception as error:
@@ -336,7 +347,11 @@ class Engine:
         ends = batch.query_start_list[1:]
         rows = [end - 1 for item, end in zip(plan.scheduled, ends, strict=True) if item.samples]
         copies = [copy for item in plan.scheduled for copy in item.copies]
-        logits = self._runner.run(batch, rows, copies)
+        self._cancelling.begin(item.sequence.request.request_id for item in plan.scheduled)
+        try:
+            logits = self._runner.run(batch, rows, copies)
+        finally:
+            self._cancelling.end()
         for item in plan.scheduled:
             self._cache.advance(item.sequence, item.count)
             request = item.sequence.request

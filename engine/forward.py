@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from engine.cancelling import Cancellation
 from engine.kernels.interface import AttentionKernel, AttentionSpec, StepBatch
 from engine.models.decoder import Decoder
 from engine.models.operations import Operations
@@ -17,7 +18,8 @@ class Forward(Protocol):
 
     def run(self, batch: StepBatch, kv: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """Computes a batch and writes its KV, [block][layer][k, v][kv head][token][dim]. Returns the logits that follow the
-        tokens in `rows` of the batch, float32 [len(rows), vocabulary]."""
+        tokens in `rows` of the batch, float32 [len(rows), vocabulary]. One that is a `CancellableForward` may raise
+        ForwardCancelledError."""
 
 
 class LayeredForward:
@@ -28,9 +30,14 @@ class LayeredForward:
         self.operations = operations
         self._decoder = decoder
         self._specs = decoder.spec.attention
+        self._flag: Cancellation | None = None
+
+    def cancel_by(self, flag: Cancellation) -> None:
+        """Looks at this flag between layers from now on."""
+        self._flag = flag
 
     def run(self, batch: StepBatch, kv: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        attention = PagedAttention(self.kernel, kv, self._specs, batch)
+        attention = PagedAttention(self.kernel, kv, self._specs, batch, self._flag)
         hidden = self._decoder.forward(batch.token_ids, batch.positions, attention, self.operations)
         if len(rows) != hidden.shape[0]:
             hidden = hidden[torch.tensor(rows, dtype=torch.int64, device=hidden.device)]
@@ -40,12 +47,20 @@ class LayeredForward:
 class PagedAttention:
     """What the decoder's layers call during one step. An operation that writes KV itself takes `memory` and `attend`."""
 
-    __slots__ = ("_kernel", "_kv", "_specs", "batch")
+    __slots__ = ("_flag", "_kernel", "_kv", "_specs", "batch")
 
-    def __init__(self, kernel: AttentionKernel, kv: torch.Tensor, specs: tuple[AttentionSpec, ...], batch: StepBatch) -> None:
+    def __init__(
+        self,
+        kernel: AttentionKernel,
+        kv: torch.Tensor,
+        specs: tuple[AttentionSpec, ...],
+        batch: StepBatch,
+        flag: Cancellation | None = None,
+    ) -> None:
         self._kernel = kernel
         self._kv = kv
         self._specs = specs
+        self._flag = flag
         self.batch = batch
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -57,5 +72,7 @@ class PagedAttention:
         return self._kv[:, layer]
 
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        """Over the whole context, once this step's keys and values are in `memory`."""
+        """Over the whole context, once this step's keys and values are in `memory`. Raises ForwardCancelledError."""
+        if self._flag is not None:
+            self._flag.check()
         return self._kernel.attend(q, self.memory(layer), self._specs[layer], self.batch)

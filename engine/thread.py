@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from engine.cancelling import CancellableCore
 from engine.core import EngineCore, RequestRefused
 from engine.server.stream import RequestStream
 from engine.step_loop import FailurePolicy, News, StepLoop
@@ -88,6 +89,10 @@ class _Entry:
     phase: _Phase = _Phase.PREPARING
 
 
+def _nothing(request_id: str) -> None:
+    """For a core whose steps cannot end early."""
+
+
 class EngineThread:
     """Runs `core` on a thread of its own. Everything here is for the event loop that called `start`."""
 
@@ -96,6 +101,7 @@ class EngineThread:
         self.info: WorkerInfo = core.info
         self.events = EventLog(core.info.instance, self.config.event_batches, self.config.event_bytes)
         self.observers: list[Observer] = []
+        self._cancel: Callable[[str], None] = core.cancel if isinstance(core, CancellableCore) else _nothing
         self._prepare: Callable[[GenerateRequest], Any] = core.prepare
         self._steps = StepLoop(core, _Listener(self), self._deliver, self.config.failures, self.config.debug_integrity)
         self._loop: asyncio.AbstractEventLoop
@@ -178,6 +184,7 @@ class EngineThread:
         if entry.phase is _Phase.PREPARING:
             self._abort_stream(entry.stream)
             return True
+        self._cancel(request_id)
         aborted = await self._ask(functools.partial(self._steps.abort, request_id))
         if aborted and self._entries.get(request_id) is entry:
             self._abort_stream(entry.stream)
@@ -279,6 +286,7 @@ class EngineThread:
             return
         self._end(stream, time.monotonic())
         if entry.phase is not _Phase.PREPARING:
+            self._cancel(stream.request_id)
             self._steps.post(functools.partial(self._steps.abort, stream.request_id))
 
     def _abort_stream(self, stream: RequestStream) -> None:

@@ -12,9 +12,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from gateway.router.receipts import Decision
 from gateway.workers.protocol import Chunk, RetentionHint, SamplingParams, Started, WorkerInfo
 from grammar.thinking import Thinking
-from grammar.tools import ResponseFormat, Tool, ToolChoice
+from grammar.tools import ResponseFormat, Tool, ToolChoice, Unenforced
 
 
 class TurnError(Exception):
@@ -83,15 +84,18 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a worker computes: token ids packed as little-endian uint32, plus the grammar source.
+    """What a worker computes: token ids packed as little-endian uint32, plus the grammar source and what that does not hold.
 
     `digests` are the block hashes of the full blocks under the worker pool's namespace and the request's salt.
+    `last_instance`: the worker that its session's last turn ran on, by its own id; "": not known.
     """
 
     packed_token_ids: bytes
     digests: Sequence[bytes]
     grammar: str | None = None
     cache_salt: str | None = None
+    unenforced: tuple[Unenforced, ...] = ()
+    last_instance: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -102,7 +106,7 @@ class Prompt:
 class Receipt:
     """Why a request went where it went. `matched_tokens` is what the index promised; the answer tells what came true.
     `instance`: of the worker (gateway.workers.protocol.WorkerInfo), as gateways name workers each for itself; "": not known.
-    `seconds`: the estimate of the time to the first token."""
+    `seconds`: the estimate of the time to the first token. `decision`: all that was weighed, and later what came of it."""
 
     worker: str
     reason: str
@@ -110,6 +114,7 @@ class Receipt:
     candidates: int
     instance: str = ""
     seconds: float = 0.0
+    decision: Decision | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from urllib.parse import quote
 
 from aiohttp import web
 
 from gateway.running import RunningTurn
-from gateway.turn import SessionRef
+from gateway.turn import Receipt, SessionRef
 from sessions.explain.misses import Miss
 
 REQUEST_ID = "X-Request-ID"
@@ -18,6 +18,7 @@ KNOWN_AS = web.RequestKey("known_as", str)
 LIMITS = web.RequestKey("limits", dict[str, str])
 """Where it keeps the headers that say how much of the key's limits is left."""
 REPLICA = "X-Turnkeep-Replica"
+ROUTE = "X-Turnkeep-Route"
 SESSION = "X-Turnkeep-Session"
 CACHED_TOKENS = "X-Turnkeep-Cached-Tokens"
 PROMPT_TOKENS = "X-Turnkeep-Prompt-Tokens"
@@ -77,7 +78,15 @@ def warning_header(warnings: Iterable[str]) -> dict[str, str]:
 def placement_headers(running: RunningTurn, *, started: bool) -> dict[str, str]:
     """Which replica, how many prompt tokens, and, once the prompts have `started`, how many of them were cached."""
     usage = running.usage
-    headers = {REPLICA: running.workers, PROMPT_TOKENS: str(usage.prompt_tokens)}
+    headers = {REPLICA: running.workers, ROUTE: _route(running.receipts), PROMPT_TOKENS: str(usage.prompt_tokens)}
     if started and running.cached_known:
         headers[CACHED_TOKENS] = str(usage.cached_tokens)
     return headers
+
+
+def _route(receipts: Sequence[Receipt]) -> str:
+    """Why each prompt went where it went: `REASON; candidates=N; matched=TOKENS; estimated=SECONDS`."""
+    return ", ".join(
+        f"{receipt.reason}; candidates={receipt.candidates}; matched={receipt.matched_tokens}; estimated={receipt.seconds:.3f}"
+        for receipt in receipts
+    )

@@ -3,10 +3,10 @@
     seconds = queue                what must be computed there before it, less what of it is done; slots and KV to become free
             + transfer             bringing hits from host, disk or afar to the device
             + prefill              the rest of the prompt (gateway.router.estimator)
-            + interference         what its steps take in any case, and for the sequences that generate there
+            + interference         what its steps take in any case, the way there, and the sequences that generate there
 
     cost    = seconds              the expected time to the first token, and beside it:
-            + opportunity * prefill        what computing keeps others from
+            + opportunity * others         what computing keeps others from: prefill * (1 + arrivals during it / 2)
             + eviction                     what others will compute again because their blocks made room
             + spread * recent work         only when a session is placed for the first time
             - hysteresis * prompt          only for the worker the session comes from
@@ -19,7 +19,7 @@ when the next session is born: shared system prompts spread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -45,9 +45,10 @@ class Candidate(NamedTuple):
     """A worker as the policies see it; all but the tokens, the rank and the requests is seconds. A tuple, as there is one for
     every worker at every decision.
 
-    `matched_tokens`: the beginning of this prompt that it holds or soon will. `recent_work`: what it computed lately, decaying
-    (looked at for new sessions only). `whole`: what computing the prompt without any hit would take (for the home only).
-    `idle_rank`: lower for workers not chosen for longer. `requests`: in flight there.
+    `matched_tokens`: the beginning of this prompt that it holds or soon will. `others`: what those wait who come while it is
+    computed. `recent_work`: what the worker computed lately, decaying (looked at for new sessions only). `whole`: what
+    computing the prompt without any hit would take (for the home only). `idle_rank`: lower for workers not chosen for longer.
+    `requests`: in flight there.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Candidate(NamedTuple):
     transfer: float = 0.0
     prefill: float = 0.0
     interference: float = 0.0
+    others: float = 0.0
     eviction: float = 0.0
     recent_work: float = 0.0
     whole: float = 0.0
@@ -80,9 +82,9 @@ class Weights:
 
 def costs(candidates: Sequence[Candidate], home: str | None, weights: Weights) -> list[float]:
     """Seconds for each, with the terms above. `home` None: the session is new."""
-    work, evict, spread = 1.0 + weights.opportunity, weights.eviction, weights.spread if home is None else 0.0
+    others, evict, spread = weights.opportunity, weights.eviction, weights.spread if home is None else 0.0
     found = [
-        c.queue + c.transfer + c.interference + work * c.prefill + evict * c.eviction + spread * c.recent_work
+        c.queue + c.transfer + c.prefill + c.interference + others * c.others + evict * c.eviction + spread * c.recent_work
         for c in candidates
     ]
     if home is not None:
@@ -92,13 +94,17 @@ def costs(candidates: Sequence[Candidate], home: str | None, weights: Weights) -
     return found
 
 
-def cheapest(candidates: Sequence[Candidate], home: str | None, weights: Weights) -> Candidate:
+def cheapest(
+    candidates: Sequence[Candidate], home: str | None, weights: Weights, agreed: Callable[[str], int] | None = None
+) -> Candidate:
     """The candidate of the lowest cost; of those that the estimates cannot tell apart the session's home, then the longest
-    match, then whoever rested longest."""
+    match, then the one with the highest `agreed` score, or else whoever rested longest."""
     found = costs(candidates, home, weights)
     lowest = min(found)
     bound = lowest + max(_EQUAL_SECONDS, _EQUAL_SHARE * lowest)
     equals = [candidate for candidate, value in zip(candidates, found, strict=True) if value <= bound]
     if len(equals) == 1:
         return equals[0]
+    if agreed is not None and home is None:
+        return min(equals, key=lambda c: (-c.matched_tokens, -agreed(c.name), c.name))
     return min(equals, key=lambda c: (c.name != home, -c.matched_tokens, c.idle_rank, c.name))

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from gateway.telemetry.routing import RouteMetrics
 from gateway.telemetry.stages import StageTimes
 from gateway.workers.views import WorkerView
 from sessions.shared import SharedSessions
@@ -77,6 +78,14 @@ class GatewayMetrics:
         )
         self.completion_tokens = counter("completion_tokens", "Generated tokens of answered turns", "model")
         self.routes = counter("routes", "Prompts placed on a worker, by what decided", "reason")
+        self.unenforced = counter(
+            "schema_keywords_unenforced",
+            "Keywords that the grammar of a turn did not hold, and that were checked afterwards",
+            "keyword",
+        )
+        self.checks = counter(
+            "schema_checks", "Finished calls and answers that were checked against their schema, by how it came out", "result"
+        )
         self.worker_failures = counter(
             "worker_failures", "Requests that a worker failed before its first chunk; they were tried elsewhere", "worker"
         )
@@ -120,6 +129,7 @@ class GatewayMetrics:
         )
         self.spans = counter("spans", "Spans handed to the OTLP exporter, by result", "result")
         self.in_flight = Gauge(prefix + "turns_in_flight", "Turns that have arrived and not ended", registry=self.registry)
+        self.routing = RouteMetrics(self.registry)
         self.stages = StageTimes()
         self.registry.register(_StagesCollector(self.stages))
         self._models: set[str] = set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from gateway.turn import Turn
+from gateway.turn import Receipt, Turn
 
 AttributeValue = str | bool | int | float | Sequence[str]
 Attributes = Mapping[str, AttributeValue]
@@ -53,5 +53,23 @@ def turn_attributes(operation: str, turn: Turn) -> dict[str, AttributeValue]:
         "turnkeep.session.conflicts": turn.session.conflicts or None,
         "turnkeep.session.final": turn.session.final or None,
         "turnkeep.request.tools": len(turn.tools) or None,
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def route_outcome(receipts: Sequence[Receipt]) -> dict[str, str | int | float]:
+    """What became of the choice of a worker, of the last prompt where there were several; what is not known is absent."""
+    decision = receipts[-1].decision if receipts else None
+    if decision is None:
+        return {}
+    outcome, shadow = decision.outcome, decision.shadow
+    values: dict[str, str | int | float | None] = {
+        "turnkeep.route.result": outcome.result,
+        "turnkeep.route.cached_tokens": outcome.cached_tokens,
+        "turnkeep.route.queue_seconds": outcome.queue_seconds,
+        "turnkeep.route.observed_seconds": outcome.time_to_first_token,
+        "turnkeep.route.regret_seconds": outcome.regret,
+        "turnkeep.route.shadow_policy": shadow.policy if shadow is not None else None,
+        "turnkeep.route.shadow_replica": shadow.worker if shadow is not None else None,
     }
     return {name: value for name, value in values.items() if value is not None}

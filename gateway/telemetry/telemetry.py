@@ -6,15 +6,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
+from gateway.router.standing import Standing
 from gateway.telemetry.config import TelemetryConfig
 from gateway.telemetry.context import trace_context
 from gateway.telemetry.failures import classify
 from gateway.telemetry.metrics import GatewayMetrics
-from gateway.telemetry.names import turn_attributes
+from gateway.telemetry.names import route_outcome, turn_attributes
+from gateway.telemetry.routing import StandingsCollector
 from gateway.telemetry.stages import StageTimes
 from gateway.turn import Migration, Receipt, Turn
 from gateway.workers.views import WorkerView
 from prefix_cache.hashing import DIGEST_BYTES
+from prefix_cache.index import ResidencyIndex
 from sessions.continuation import Continuation
 from sessions.explain.misses import Miss
 from sessions.shared import SharedSessions
@@ -50,6 +53,7 @@ class TurnSpan:
         self._began = clock()
         self._first_token: float | None = None
         self._matched_tokens = 0
+        self._receipts: list[Receipt] = []
         self._ended = False
         metrics.in_flight.inc()
 
@@ -63,12 +67,14 @@ class TurnSpan:
             self._metrics.routes.labels(receipt.reason).inc()
         self._matched_tokens += receipt.matched_tokens
         if self._span is not None and not self._ended:
-            placed: dict[str, str | int] = {
+            placed: dict[str, str | int | float] = {
                 "turnkeep.replica": receipt.worker,
                 "turnkeep.route.reason": receipt.reason,
                 "turnkeep.route.matched_tokens": receipt.matched_tokens,
                 "turnkeep.route.candidates": receipt.candidates,
+                "turnkeep.route.estimated_seconds": receipt.seconds,
             }
+            self._receipts.append(receipt)
             self._span.set(placed)
             self._span.event("turnkeep.dispatched", placed)
 
@@ -176,6 +182,8 @@ class TurnSpan:
 
     def _end(self, status: int, failure: str | None) -> None:
         self._ended = True
+        if self._span is not None:
+            self._span.set(route_outcome(self._receipts))
         self._metrics.in_flight.dec()
         self._metrics.turns.labels(self._operation, self._model, str(status)).inc()
         self._metrics.duration.labels(self._operation, self._model).observe(self._clock() - self._began)
@@ -212,6 +220,10 @@ class Telemetry:
         if self._tracing is not None:
             span = self._tracing.start(f"{operation} {turn.model}", carrier, turn_attributes(operation, turn))
         return TurnSpan(self.metrics, operation, turn, carrier, span, self._clock)
+
+    def watch_router(self, standings: Callable[[], Mapping[str, Standing]], index: ResidencyIndex) -> None:
+        """Where the metrics find what the router knows of the workers. Call once."""
+        self.metrics.registry.register(StandingsCollector(standings, index))
 
     def watch_pool(self, workers: Callable[[], Sequence[WorkerView]]) -> None:
         """Where the metrics find the workers. Call once."""
@@ -270,6 +282,14 @@ class Telemetry:
     def turn_attached(self, result: str) -> None:
         """A retry could not attach to its turn (`refused`); `TurnSpan.attached` counts those that did."""
         self.metrics.attached.labels(result).inc()
+
+    def keyword_unenforced(self, keyword: str) -> None:
+        """A turn's grammar does not hold a keyword of its schemas."""
+        self.metrics.unenforced.labels(keyword).inc()
+
+    def arguments_checked(self, result: str) -> None:
+        """Finished arguments, or an answer, were checked against their schema: valid, invalid or unknown."""
+        self.metrics.checks.labels(result).inc()
 
     def render_metrics(self) -> bytes:
         """What /metrics answers, as METRICS_CONTENT_TYPE."""

@@ -43,6 +43,7 @@ struct ForwardArgs {
     const float* sin;
     const int64_t* logit_rows;  // which tokens get logits
     float* logits;              // [logit rows, vocab]
+    const int32_t* cancelled;   // null, or: the pass ends before its next layer once this is not 0
     int64_t kv_layer;           // stride between layers, in elements
     int32_t num_layers, num_tokens, hidden, intermediate, vocab, num_logit_rows;
     int32_t embedding_dtype;
@@ -153,7 +154,8 @@ class ForwardPass {
           kv_heads_(f.attention.num_kv_heads),
           width_((heads_ + 2 * kv_heads_) * D) {}
 
-    void run(bool amx) {
+    // False: it was cancelled, and there are no logits.
+    bool run(bool amx) {
         const int tokens = f_.num_tokens;
         const bool by_rows = tokens >= kSharedRows * team_.size();
         const int own_rows = by_rows ? own_rows_of(tokens) : tokens;
@@ -168,6 +170,7 @@ class ForwardPass {
         plan_attention();
         const int64_t chunks = (tokens + own_rows - 1) / own_rows;
         for (int l = 0; l <= f_.num_layers; l++) {
+            if (f_.cancelled && __atomic_load_n(f_.cancelled, __ATOMIC_RELAXED)) return false;
             if (by_rows) {
                 team_.run(chunks, [&](int64_t i) {
                     const int begin = int(i) * own_rows;
@@ -182,6 +185,7 @@ class ForwardPass {
             if (l < f_.num_layers) attend_layer(l, amx);
         }
         logits(arena);
+        return true;
     }
 
   private:

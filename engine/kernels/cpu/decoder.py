@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import torch
 
+from engine.cancelling import Cancellation, ForwardCancelledError
 from engine.kernels.cpu.kernel import KV_DTYPES
 from engine.kernels.cpu.library import AttentionArgs, Library, Team
 from engine.kernels.cpu.matrix import Format, MatrixStruct, PackedMatrix, Slabs, pack
@@ -72,12 +73,16 @@ class _ForwardArgs(ctypes.Structure):
         *((name, _pointer) for name in ("layers", "embedding")),
         ("head", MatrixStruct),
         *((name, _pointer) for name in ("final_norm", "token_ids", "positions", "slots", "cos", "sin", "logit_rows", "logits")),
+        ("cancelled", _pointer),
         ("kv_layer", _int64),
         *((name, _int32) for name in ("num_layers", "num_tokens", "hidden", "intermediate", "vocab", "num_logit_rows")),
         ("embedding_dtype", _int32),
         ("norm_epsilon", ctypes.c_float),
         ("choices", MethodStruct * len(Format)),
     )
+
+
+_CANCELLED = 3
 
 
 def unfit(specs: Sequence[AttentionSpec], hidden: int, inner: int) -> str | None:
@@ -129,6 +134,7 @@ class NativeDecoder:
         self._slabs = Slabs()
         self._hidden, self._inner, self._vocab = hidden, inner, tensors.embedding.shape[0]
         self._epsilon = tensors.norm_epsilon
+        self._flag: Cancellation | None = None
         self._owned: list[torch.Tensor | PackedMatrix] = []  # what the pointers below point into
         self._cos, self._sin = self._float(tensors.cos), self._float(tensors.sin)
         self._embedding = self._own(tensors.embedding)
@@ -174,6 +180,10 @@ class NativeDecoder:
         """The threads that it computes on."""
         return self._team
 
+    def cancel_by(self, flag: Cancellation) -> None:
+        """Looks at this flag between layers from now on."""
+        self._flag = flag
+
     def _own(self, tensor: torch.Tensor) -> int:
         tensor = tensor.contiguous()
         self._owned.append(tensor)
@@ -191,7 +201,7 @@ class NativeDecoder:
         """Computes a batch, writing its KV. kv: [block][layer][k, v][kv head][token][dim] (interface.py).
 
         Returns the logits that follow the tokens in `rows` of the batch, float32 [len(rows), vocabulary]. Positions must lie
-        within the tables of cosines and ids within the vocabulary; they are not checked.
+        within the tables of cosines and ids within the vocabulary; they are not checked. Raises ForwardCancelledError.
         """
         spec = self._spec
         logits = torch.empty((len(rows), self._vocab), dtype=torch.float32)
@@ -229,6 +239,7 @@ class NativeDecoder:
             sin=self._sin,
             logit_rows=logit_rows.data_ptr(),
             logits=logits.data_ptr(),
+            cancelled=None if self._flag is None else self._flag.address,
             kv_layer=layer,
             num_layers=len(self._layers),
             num_tokens=batch.num_tokens,
@@ -241,6 +252,8 @@ class NativeDecoder:
             choices=self._choices,
         )
         status = self._library.forward(args)
+        if status == _CANCELLED:
+            raise ForwardCancelledError
         if status != 0:
             raise RuntimeError(f"the native forward pass refused its arguments (status {status})")
         return logits

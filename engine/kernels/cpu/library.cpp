@@ -82,17 +82,17 @@ void turnkeep_report(const turnkeep::ReportArgs* r) { turnkeep::report(*r); }
 // out [m, n] = x [m, k] W^T, float32 rows.
 void turnkeep_multiply(const turnkeep::MultiplyArgs* a) { turnkeep::multiply_rows(*a); }
 
-// One forward pass. 0: done; 1: built for another head_dim; 2: unknown KV dtype.
+// One forward pass. 0: done; 1: built for another head_dim; 2: unknown KV dtype; 3: cancelled.
 int turnkeep_forward(const turnkeep::ForwardArgs* f) {
     using namespace turnkeep;
     constexpr int D = TURNKEEP_HEAD_DIM;
     if (f->attention.head_dim != D) return 1;
     const bool amx = amx_allowed.load(std::memory_order_relaxed);
     switch (f->attention.dtype) {
-        case 0: ForwardPass<D>(*f, memory_of<D, float>()).run(amx); return 0;
-        case 1: ForwardPass<D>(*f, memory_of<D, BFloat16>()).run(amx); return 0;
-        case 2: ForwardPass<D>(*f, memory_of<D, Float16>()).run(amx); return 0;
-        case 3: ForwardPass<D>(*f, memory_of<D, Int8>()).run(amx); return 0;
+        case 0: return ForwardPass<D>(*f, memory_of<D, float>()).run(amx) ? 0 : 3;
+        case 1: return ForwardPass<D>(*f, memory_of<D, BFloat16>()).run(amx) ? 0 : 3;
+        case 2: return ForwardPass<D>(*f, memory_of<D, Float16>()).run(amx) ? 0 : 3;
+        case 3: return ForwardPass<D>(*f, memory_of<D, Int8>()).run(amx) ? 0 : 3;
     }
     return 2;
 }
