@@ -114,6 +114,10 @@ class GrammarMatcher:
             return False
         return bool(self._matcher.accept_token(token_id))
 
+    def accepts_whole(self, text: str) -> bool:
+        """Whether `text`, from here on, is a whole text of the grammar, however it is cut into tokens. Advances."""
+        return bool(self._matcher.accept_string(text)) and self.is_completed()
+
     def is_terminated(self) -> bool:
         """True once a stop token was accepted: nothing may follow."""
         return bool(self._matcher.is_terminated())
