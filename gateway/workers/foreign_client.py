@@ -42,6 +42,7 @@ class ForeignClient:
     """A `Worker` but for `info`, `stats` and `generate`. `what` names its kind in errors."""
 
     what = "such a server"
+    _first_model: str | None = None
 
     def __init__(self, spec: WorkerSpec, patience: Patience) -> None:
         key = spec.api_key
@@ -95,6 +96,14 @@ class ForeignClient:
         if self._info is None:
             raise WorkerUnavailableError(f"worker {self.url} was not asked yet what it serves", reached=True)
         return self._info
+
+    def _name_of(self, base: str) -> str:
+        """What the gateway calls a worker's model. `spec.model` stands for the one it had at the first contact: a worker that
+        comes back with another one is not taken for it."""
+        if self._spec.model is None:
+            return base
+        self._first_model = self._first_model or base
+        return self._spec.model if base == self._first_model else base
 
     async def _cards(self) -> list[ModelCard]:
         return (await self._get("/v1/models", MODEL_CARDS)).data

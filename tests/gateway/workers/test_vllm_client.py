@@ -384,3 +384,16 @@ async def test_a_stream_may_be_waited_for_in_pieces(worker, client):
         except TimeoutError:
             pass
     assert [chunk.token_ids[0] for chunk in seen if isinstance(chunk, Tokens)] == [0, 1, 2, 3, 4]
+
+
+async def test_another_model_is_not_taken_for_the_one_that_was_renamed(worker):
+    spec = dataclasses.replace(worker.spec, model="nice-name")
+    async with PoolDispatcher(PoolConfig(models=("nice-name",), poll_interval=0.02)) as dispatcher:
+        dispatcher.add_worker("w", spec)
+        member = dispatcher.pool.member("w")
+        await until(lambda: member.state.value == "ready")
+        worker.model, worker.life = "another", "2"
+        await until(lambda: member.state.value == "mismatched")
+        assert "it serves model 'another'" in member.detail
+        worker.model, worker.life = "m", "3"
+        await until(lambda: member.state.value == "ready")
