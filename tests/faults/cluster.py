@@ -15,7 +15,6 @@ from live_gateway import serve
 from gateway.supervision import launch
 from gateway.workers.protocol import WorkerStats
 
-
 START_SECONDS = 250
 """For a replica to load; on a machine that has other things to do it takes minutes."""
 
