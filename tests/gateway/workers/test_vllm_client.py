@@ -229,7 +229,8 @@ async def test_the_index_follows_kv_events(worker, dispatcher):
         assert (receipt.matched_tokens, started.cached_tokens, started.cached_known) == (4, 4, False)
         await publisher.publish(ForeignCleared())
         await until(lambda: held(dispatcher, range(4)) == 0)
-        assert dispatcher.pool.member("w").client.events.blocks.unknown_parents == 1
+        (view,) = dispatcher.workers()
+        assert view.event_trouble == {"lost": 0, "garbage": 0, "unknown_parent": 1, "not_named": 0}
 
 
 async def test_lost_events_are_replayed(worker, dispatcher):
