@@ -87,6 +87,21 @@ class ForeignClient:
         async for message in self.events.follow(info, instance, after):
             yield message
 
+    @property
+    def event_trouble(self) -> Mapping[str, int]:
+        """`lost`: gaps that nobody could fill. `garbage`: batches that make no sense. `unknown_parent`, `not_named`: events
+        left out, as what they follow, or what they hold, has no name here."""
+        events = self.events
+        if events is None:
+            return {}
+        blocks = events.blocks
+        return {
+            "lost": events.lost,
+            "garbage": events.garbage,
+            "unknown_parent": blocks.unknown_parents if blocks is not None else 0,
+            "not_named": blocks.not_named if blocks is not None else 0,
+        }
+
     async def aclose(self) -> None:
         if self.events is not None:
             self.events.close()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from gateway.turn import TurnError
-from gateway.workers.base import Worker
+from gateway.workers.base import CountsTrouble, Worker
 from gateway.workers.foreign import adapter_namespace, foreign_namespace
 from gateway.workers.member import Member, ProbeConfig, State
 from gateway.workers.protocol import WorkerInfo
@@ -198,6 +198,7 @@ class WorkerPool:
                 queued_tokens=member.books.queued_tokens,
                 indexed_blocks=self._index.blocks(member.name),
                 events_lag=member.events_lag,
+                event_trouble=member.client.event_trouble if isinstance(member.client, CountsTrouble) else {},
                 draining=member.draining,
             )
             for member in self._members.values()
