@@ -80,9 +80,10 @@ def make_apps(
     admin = AdminRoutes(arrivals, keys, pipeline.telemetry, workers, drain, gate.admission, metrics)
     for each in (app, administration):
         # Administrators look at what tenants see, too.
-        WatchRoutes(pipeline, arrivals).add_to(each.router)
+        sessions = SessionRoutes(pipeline, arrivals)
+        WatchRoutes(pipeline, arrivals, sessions.show).add_to(each.router)
         KeepingRoutes(pipeline, arrivals).add_to(each.router)
-        SessionRoutes(pipeline, arrivals).add_to(each.router)
+        sessions.add_to(each.router)
         if routes is not None:
             RouteRoutes(routes, arrivals).add_to(each.router)
         _Probes(pipeline, reasons).add_to(each.router)

@@ -3,7 +3,7 @@
     seconds = queue                what must be computed there before it, less what of it is done; slots and KV to become free
             + transfer             bringing hits from host, disk or afar to the device
             + prefill              the rest of the prompt (gateway.router.estimator)
-            + interference         what its steps take in any case, and for the sequences that generate there
+            + interference         what its steps take in any case, the way there, and the sequences that generate there
 
     cost    = seconds              the expected time to the first token, and beside it:
             + opportunity * others         what computing keeps others from: prefill * (1 + arrivals during it / 2)

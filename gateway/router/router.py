@@ -234,7 +234,7 @@ class Router:
                         standing.queue(load, prompt_tokens, now),
                         transfer,
                         work,
-                        fixed + neighbour * (requests - len(standing.pending)) * (1.0 + new / STEP_TOKENS),
+                        standing.latency + fixed + neighbour * (requests - len(standing.pending)) * (1.0 + new / STEP_TOKENS),
                         work * (1.0 + 0.5 * arrivals * work),
                         eviction,
                         standing.recent_work(now) if home is None else 0.0,
@@ -284,9 +284,8 @@ class Router:
         if named is not None:
             return self._homes.entry(named, now)
         deepest = max(matches.values(), default=0)
-        for position in range(deepest - 1, max(deepest - _MAX_GENERATED_BLOCKS, 0) - 1, -1):
-            entry = self._homes.entry((tenant, digests[position]), now)
-            if entry is not None:
+        for digest in reversed(list(digests[max(deepest - _MAX_GENERATED_BLOCKS, 0) : deepest])):
+            if (tenant, digest) in self._homes and (entry := self._homes.entry((tenant, digest), now)) is not None:
                 return entry
         return None
 
