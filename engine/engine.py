@@ -11,13 +11,13 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import msgspec
 import torch
 
 from engine.batch import build_batch
 from engine.cancelling import CancellableForward, ForwardCancelledError, StepCancelling
+from engine.choosing import Choosing, rows_of
 from engine.config import EngineConfig
 from engine.core import RequestRefused
 from engine.decode_graphs import DecodeGraphs, GraphCapture
@@ -33,10 +33,9 @@ from engine.output import Addressed, StepOutput
 from engine.request import MAX_FORCED, ForbiddenTokenError, Request, Sequence, Status
 from engine.runner import Runner
 from engine.sampling.sampler import SampledToken, Sampler
-from engine.sampling.state import SamplingState
-from engine.scheduler import ScheduledSequence, Scheduler, StepPlan
+from engine.scheduler import Scheduler, StepPlan
 from engine.session_blocks import SessionBlocks
-from engine.speculation.speculator import Draft, Speculator
+from engine.speculation.speculator import Drafter, Speculator
 from engine.warm_up import warm_up
 from gateway.workers.protocol import (
     PROTOCOL_VERSION,
@@ -78,6 +77,7 @@ class Engine:
         sampler: Sampler,
         grammars: GrammarCompiler | None = None,
         detokenizer: Detokenizer | None = None,
+        drafter: Drafter | None = None,
         eviction: EvictionPolicy | None = None,
         graph_capture: GraphCapture | None = None,
         offload: OffloadConfig | None = None,
@@ -88,7 +88,8 @@ class Engine:
         graph_capture: what captures decode steps, at the warm-up; the KV memory then has one block more, which the pool does
         not know. None: every step runs eagerly.
 
-        grammars and detokenizer (an empty one) are None for a model without a tokenizer. offload: the tiers below the device.
+        drafter: what guesses tokens (None: the sequence's own n-grams). grammars and detokenizer (an empty one) are None for a
+        model without a tokenizer. offload: the tiers below the device.
         Raises ValueError for a model whose KV cannot be paged (engine.kv_layout.KVLayout), and TierUnavailable for a codec that
         does not fit its KV.
         """
@@ -136,7 +137,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             tiers=self._tiers,
-            speculator=Speculator(config.max_draft_tokens, config.max_draft_batch, spec.vocab_size),
+            speculator=Speculator(config.max_draft_tokens, config.max_draft_batch, spec.vocab_size, drafter),
         )
         self._intake = Intake(
             limits=Limits(spec.vocab_size, max_model_len, num_blocks, config.block_size, config.max_num_seqs),
@@ -382,7 +383,7 @@ class Engine:
 
     def _choose(self, plan: StepPlan, logits: torch.Tensor, output: StepOutput) -> None:
         """Samples, and appends what was sampled. The first token of every choice comes from the prompt's last row."""
-        wanted = _rows(plan.scheduled)
+        wanted = rows_of(plan.scheduled)
         bitmask, wanted = self._bitmask(wanted, output)
         if not wanted:
             return
@@ -398,7 +399,7 @@ class Engine:
             if one.sequence.status is Status.RUNNING:  # a choice that failed has ended its siblings
                 self._take(one, tokens, output)
 
-    def _take(self, one: _Choosing, tokens: list[SampledToken], output: StepOutput) -> None:
+    def _take(self, one: Choosing, tokens: list[SampledToken], output: StepOutput) -> None:
         """Appends what was sampled: the guesses that came true, and the first token that was not guessed."""
         sequence, drafted = one.sequence, one.drafted
         came_true = 0
@@ -422,7 +423,11 @@ class Engine:
             return
         for _ in range(MAX_FORCED):
             mask = allocate_bitmask(1, self._info.vocab_size)
-            sequence.matcher.fill_bitmask(mask, 0)
+            try:
+                sequence.matcher.fill_bitmask(mask, 0)
+            except Exception as error:  # noqa: BLE001 - fails this request alone, when its next token is chosen
+                sequence.broken = error
+                return
             token_id = only_token(mask[0])
             if token_id is None:
                 sequence.next_mask = mask[0]
@@ -432,7 +437,7 @@ class Engine:
             if sequence.status is not Status.RUNNING:
                 return
 
-    def _bitmask(self, wanted: list[_Choosing], output: StepOutput) -> tuple[torch.Tensor | None, list[_Choosing]]:
+    def _bitmask(self, wanted: list[Choosing], output: StepOutput) -> tuple[torch.Tensor | None, list[Choosing]]:
         """What the grammars allow next, int32 [R, ceil(V / 32)], or None without any. A request whose grammar breaks fails and
         leaves the rows."""
         if all(one.sequence.matcher is None for one in wanted):
@@ -451,14 +456,16 @@ class Engine:
             bitmask = bitmask[kept]
         return bitmask, [one for one in wanted if one.sequence.status is not Status.FINISHED]
 
-    def _fill(self, one: _Choosing, bitmask: torch.Tensor, rows: range, output: StepOutput) -> None:
+    def _fill(self, one: Choosing, bitmask: torch.Tensor, rows: range, output: StepOutput) -> None:
         sequence = one.sequence
-        if one.draft is not None and one.draft.masks is not None:
+        if sequence.broken is None and one.draft is not None and one.draft.masks is not None:
             bitmask[rows.start : rows.stop] = one.draft.masks
         elif sequence.next_mask is not None:
             bitmask[rows.start] = sequence.next_mask
         elif sequence.matcher is not None:
             try:
+                if sequence.broken is not None:
+                    raise sequence.broken
                 sequence.matcher.fill_bitmask(bitmask, rows.start)
             except Exception as error:
                 logger.exception("request %s: its grammar failed", sequence.request.request_id)
@@ -526,38 +533,3 @@ class Engine:
         del self._requests[request.request_id]
         for sequence in request.sequences:
             self._scheduler.finish(sequence)
-
-
-@dataclass(frozen=True, slots=True)
-class _Choosing:
-    """A sequence that a token is chosen for. `rows` of the logits: behind its known tokens, and behind each guess."""
-
-    sequence: Sequence
-    rows: range
-    draft: Draft | None = None
-
-    @property
-    def drafted(self) -> tuple[int, ...]:
-        return () if self.draft is None else self.draft.tokens
-
-    def states(self) -> list[SamplingState]:
-        """The sampler's memory at each row."""
-        state = self.sequence.sampling
-        return [state, *(state.ahead(self.drafted[:count]) for count in range(1, len(self.rows)))]
-
-
-def _rows(scheduled: Iterable[ScheduledSequence]) -> list[_Choosing]:
-    """Which sequences tokens are chosen for, and from which rows of the logits. The first token of every choice comes from the
-    prompt's last row."""
-    wanted: list[_Choosing] = []
-    at = 0
-    for item in scheduled:
-        if not item.samples:
-            continue
-        rows = range(at, at + 1 + item.count - item.known)
-        at = rows.stop
-        if item.sequence.is_trunk:
-            wanted.extend(_Choosing(choice, rows) for choice in item.sequence.request.sequences)
-        else:
-            wanted.append(_Choosing(item.sequence, rows, item.draft))
-    return wanted

@@ -43,7 +43,7 @@ class Sequence:
     `digests` names the full blocks of what is known so far (empty without prefix caching), `published` of them were given to
     the pool. `matcher` stands after `output` in the grammar. The first `resumed` tokens of `output` were generated on another
     worker. `next_mask`: what the grammar allows after `output`, int32 [ceil(V / 32)], where it has been asked; `history` and
-    `draft_length` belong to speculation.
+    `draft_length` belong to speculation. `broken`: what went wrong in the grammar between two tokens.
     """
 
     request: Request
@@ -61,6 +61,7 @@ class Sequence:
     next_mask: torch.Tensor | None = None
     history: History | None = None
     draft_length: DraftLength | None = None
+    broken: Exception | None = None
 
     def append(self, token_id: int) -> StopDecision | None:
         """Takes in one more generated token; None: it goes on. Raises ForbiddenTokenError, and nothing of it is taken in."""

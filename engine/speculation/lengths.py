@@ -29,12 +29,10 @@ class DraftLength:
 
     def verified(self, drafted: int, accepted: int) -> None:
         """`accepted` of `drafted` (at least one) were what the model chose."""
-        if accepted == drafted:
-            self._misses = 0
-            self._limit = min(max(self._limit, 2 * drafted), self._longest)
-        elif accepted:
-            self._misses = 0
-            self._limit = min(accepted + 1, self._longest)
+        if accepted:
+            self._misses = self._pause = 0
+            longer = max(self._limit, 2 * drafted) if accepted == drafted else accepted + 1
+            self._limit = min(longer, self._longest)
         else:
             self._misses += 1
             self._limit = max(1, self._limit // 2)

@@ -78,7 +78,11 @@ class Speculator:
             limit = min(limit, sequence.draft_length.next())
             tokens = tuple(self._drafter.draft(sequence, (), limit)) if limit else ()
             return Draft(tokens) if tokens else None
-        return self._within_grammar(sequence, limit)
+        try:
+            return self._within_grammar(sequence, limit)
+        except Exception as error:  # noqa: BLE001 - fails this request alone, when its next token is chosen
+            sequence.broken = error
+            return None
 
     def _within_grammar(self, sequence: Sequence, limit: int) -> Draft | None:
         matcher, wanted = sequence.matcher, sequence.draft_length
