@@ -62,6 +62,7 @@ PLAIN_SETTINGS: tuple[Setting, ...] = (
     Setting("also_serve", "also_serve", "strings"),
     Setting("cache_dir", "cache_dir", "string"),
     Setting("replicas", "replicas", "integer"),
+    Setting("processes", "processes", "integer"),
     Setting("workers", "worker", "strings"),
     Setting("workers_file", "workers_file", "string"),
     Setting("registration_token", "registration_token", "string"),

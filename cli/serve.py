@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import resource
 import signal
 import sys
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +29,17 @@ from cli.config import (
     generated_values,
     load_file,
 )
+from cli.discovery import found_workers
 from cli.model import fetch, own_name
-from cli.serving import ReplicaPlan, RunningGateway, ServePlan, open_gateway
+from cli.processes import RunningProcesses, open_processes
+from cli.serving import DiscoveryOptions, ReplicaPlan, RunningGateway, ServePlan, open_gateway
 from engine.checkpoints import DEFAULT_MODEL, CheckpointError, default_cache_dir
 from gateway.access.config import AuthConfig
 from gateway.admission.config import AdmissionConfig
 from gateway.auth import ApiKeys
 from gateway.certificate import TlsError
 from gateway.config import MIB, GatewayConfig, HttpConfig, ModelConfig, SessionsConfig
-from gateway.discovery.file import FileSource, WorkersFileError, read_workers
-from gateway.discovery.fleet import FleetConfig, WorkerSource
-from gateway.discovery.parse import parse_workers
+from gateway.discovery.fleet import FleetConfig
 from gateway.discovery.registration import MIN_TOKEN
 from gateway.dispatch import PoolConfig
 from gateway.router.config import POLICIES, RouterConfig
@@ -47,7 +49,6 @@ from gateway.telemetry.config import TelemetryConfig
 from gateway.tokenization import ModelFilesError
 from gateway.turns.config import TurnsConfig
 from gateway.watching.config import MissesConfig
-from gateway.workers.spec import WorkerSpec
 from grammar.formats.registry import FORMAT_NAMES
 from sessions.gaps.model import GapConfig
 from sessions.identity import DEFAULT_ORDER
@@ -118,6 +119,13 @@ def _read_config(ctx: click.Context, _param: click.Parameter, path: Path | None)
 )
 @click.option(
     "--registration-token", default=None, metavar="TEXT", help="Let workers register themselves that have this token."
+)
+@click.option(
+    "--processes",
+    type=click.IntRange(1, 256),
+    default=1,
+    show_default=True,
+    help="Processes of the gateway that share its port; one uses one core.",
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one.")
@@ -235,7 +243,11 @@ def plan_from(options: Mapping[str, Any], engine_table: Mapping[str, Any]) -> Se
     Raises ConfigError, CheckpointError, and ValueError of the config classes, each with a sentence.
     """
     cache_dir = Path(options["cache_dir"]).absolute()
-    workers, sources = _workers(options)
+    workers_file = options["workers_file"]
+    discovery = DiscoveryOptions(
+        tuple(options["worker"]), str(workers_file) if workers_file is not None else None, dict(os.environ)
+    )
+    workers, sources = found_workers(discovery)
     token = options["registration_token"] or None
     if token is not None and len(token) < MIN_TOKEN:
         raise ConfigError(f"--registration-token must have at least {MIN_TOKEN} characters, so that nobody guesses it.")
@@ -267,15 +279,21 @@ def plan_from(options: Mapping[str, Any], engine_table: Mapping[str, Any]) -> Se
     telemetry = TelemetryConfig(
         otlp_url=options["otlp"], otlp_headers=_headers(options["otlp_header"]), **generated_values("telemetry", options)
     )
+    router = RouterConfig(
+        policy=options["policy"], shadow_policy=options["shadow_policy"], **generated_values("router", options)
+    )
+    if router.agree is None:
+        router = dataclasses.replace(router, agree=options["processes"] > 1 or bool(options["redis"]))
     pool = PoolConfig(
         models=tuple(model.name for model in models),
         aliases={alias: model.name for model in models for alias in model.aliases},
-        router=RouterConfig(
-            policy=options["policy"], shadow_policy=options["shadow_policy"], **generated_values("router", options)
-        ),
+        router=router,
         **generated_values("pool", options),
     )
     return ServePlan(
+        processes=options["processes"],
+        log_level=options["log_level"],
+        discovery=discovery,
         gateway=GatewayConfig(
             models=models,
             http=http,
@@ -302,24 +320,6 @@ def plan_from(options: Mapping[str, Any], engine_table: Mapping[str, Any]) -> Se
         redis=RedisConfig(options["redis"], **generated_values("redis", options)) if options["redis"] else None,
         record=Path(options["record"]).absolute() if options["record"] is not None else None,
     )
-
-
-def _workers(options: Mapping[str, Any]) -> tuple[tuple[WorkerSpec, ...], tuple[WorkerSource, ...]]:
-    """Those that are named, and where more are to be found."""
-    try:
-        parsed = [parse_workers(text, os.environ) for text in options["worker"]]
-    except ValueError as error:
-        raise ConfigError(f"--worker: {error}.") from error
-    workers = tuple(each for each in parsed if isinstance(each, WorkerSpec))
-    sources: list[WorkerSource] = [each for each in parsed if not isinstance(each, WorkerSpec)]
-    path = options["workers_file"]
-    if path is not None:
-        try:
-            read_workers(Path(path), os.environ)
-        except (WorkersFileError, OSError) as error:
-            raise ConfigError(f"--workers-file: {error}") from error
-        sources.append(FileSource(Path(path).absolute(), os.environ))
-    return workers, tuple(sources)
 
 
 def _models(options: Mapping[str, Any], cache_dir: Path, *, none: bool) -> tuple[ModelConfig, ...]:
@@ -379,7 +379,10 @@ async def serve(plan: ServePlan, console: Console) -> int:
     def forward(name: str, line: str) -> None:
         console.print(f"[dim]{escape(f'[{name}]')} {escape(line)}[/dim]", highlight=False, soft_wrap=True)
 
-    async with open_gateway(plan, forward=forward) as gateway:
+    opened: AbstractAsyncContextManager[RunningGateway | RunningProcesses] = (
+        open_gateway(plan, forward=forward) if plan.processes == 1 else open_processes(plan, forward=forward)
+    )
+    async with opened as gateway:
         if not await _loaded(gateway, plan, console, status, stop):
             return 0
         _announce(gateway, plan, console)
@@ -389,7 +392,7 @@ async def serve(plan: ServePlan, console: Console) -> int:
 
 
 async def _loaded(
-    gateway: RunningGateway, plan: ServePlan, console: Console, status: Status | None, stop: asyncio.Event
+    gateway: RunningGateway | RunningProcesses, plan: ServePlan, console: Console, status: Status | None, stop: asyncio.Event
 ) -> bool:
     """Waits for the replicas, saying how far they are. False when a signal came first."""
     what = f"{gateway.expected} {'replica' if gateway.expected == 1 else 'replicas'} of {_what(plan)}"
@@ -420,7 +423,7 @@ def _what(plan: ServePlan) -> str:
     return plan.gateway.models[0].name if plan.gateway.models else "MODEL"
 
 
-def _announce(gateway: RunningGateway, plan: ServePlan, console: Console) -> None:
+def _announce(gateway: RunningGateway | RunningProcesses, plan: ServePlan, console: Console) -> None:
     model = _what(plan)
     key = ' \\\n  -H "Authorization: Bearer $API_KEY"' if plan.gateway.auth.restricted else ""
     example = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +45,15 @@ class ReplicaPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class DiscoveryOptions:
+    """What `sources` are made of, for processes that each have their own: --worker, --workers-file, the environment."""
+
+    worker: tuple[str, ...]
+    workers_file: str | None
+    environment: Mapping[str, str] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class ServePlan:
     """Everything `turnkeep serve` was told. `workers`: those that run elsewhere; `sources`: where to find more of them;
     `registration_token`: what workers need to register themselves (None: they cannot)."""
@@ -59,6 +68,16 @@ class ServePlan:
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     record: Path | None = None
     redis: RedisConfig | None = None
+    processes: int = 1
+    log_level: str = "info"
+    discovery: DiscoveryOptions | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessPlan:
+    """One of several processes that share a port. `socket`: where its peers reach it."""
+
+    socket: Path
 
 
 class RunningGateway:
@@ -125,11 +144,13 @@ class RunningGateway:
 
 
 @asynccontextmanager
-async def open_gateway(plan: ServePlan, *, forward: Callable[[str, str], None] = print_line) -> AsyncIterator[RunningGateway]:
+async def open_gateway(
+    plan: ServePlan, *, forward: Callable[[str, str], None] = print_line, process: ProcessPlan | None = None
+) -> AsyncIterator[RunningGateway]:
     """Starts a gateway and ends it in order: no new connections, streams finished, replicas stopped, records written.
 
     The port is taken before replicas are started, so that a port in use costs no loading. Raises ListenError,
-    ModelFilesError, RecorderError. `forward` takes what replicas print: (name, line).
+    ModelFilesError, RecorderError. `forward` takes what replicas print: (name, line). `process`: it is one of several.
     """
     registry = ModelRegistry(ServedModel.load(config) for config in plan.gateway.models)
     stopping = False
@@ -174,10 +195,16 @@ async def open_gateway(plan: ServePlan, *, forward: Callable[[str, str], None] =
         )
         if shared is not None:
             shared.share_gaps(pipeline.watch.gaps.model, plan.gateway.gaps)
+        peering = None
+        if process is not None:
+            from cli.peering import Peering
+
+            peering = Peering(process, dispatcher, telemetry, pipeline, reasons)
         sources = plan.sources
         registration = None
         if plan.registration_token is not None:
-            registered = Registry(max_workers=plan.fleet.max_workers)
+            most = plan.fleet.max_workers
+            registered = Registry(max_workers=most) if peering is None else peering.registry(max_workers=most)
             registration = RegistrationRoutes(registered, plan.registration_token)
             sources = (*sources, registered)
         gate = make_gate(
@@ -191,18 +218,20 @@ async def open_gateway(plan: ServePlan, *, forward: Callable[[str, str], None] =
             reasons=reasons,
             workers=dispatcher.workers,
             routes=dispatcher.router.log,
-            drain=dispatcher.drain,
+            drain=dispatcher.drain if peering is None else peering.drain,
+            metrics=None if peering is None else peering.metrics,
             passthrough=passthrough,
             registration=registration,
             gate=gate,
         )
-        server = HttpServer(apps.public, plan.gateway.http)
+        shared_port = process is not None
+        server = HttpServer(apps.public, plan.gateway.http, reuse_port=shared_port)
         telemetry.watch_connections(server)
         auth = plan.gateway.auth
         admin = None
         if auth.admin_port is not None:
             at = dataclasses.replace(plan.gateway.http, host=auth.admin_host, port=auth.admin_port)
-            admin = HttpServer(apps.administration, at, tls=False)
+            admin = HttpServer(apps.administration, at, tls=False, reuse_port=shared_port)
         # Replicas outlive the server, whose last streams they finish.
         async with AsyncExitStack() as replicas:
             async with server:
@@ -212,6 +241,8 @@ async def open_gateway(plan: ServePlan, *, forward: Callable[[str, str], None] =
                     await replicas.enter_async_context(supervisor)
                 for position, spec in enumerate(plan.workers):
                     dispatcher.add_worker(f"worker-{position}", spec)
+                if peering is not None:
+                    await replicas.enter_async_context(peering)
                 await replicas.enter_async_context(Fleet(plan.fleet, dispatcher, sources))
                 try:
                     yield RunningGateway(server, admin, dispatcher, supervisor, plan.replicas.count + len(plan.workers))

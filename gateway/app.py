@@ -11,7 +11,7 @@ import orjson
 from aiohttp import web
 
 from gateway.admission.gate import Gate, make_gate
-from gateway.apis.administration import AdminRoutes, Drain, Workers
+from gateway.apis.administration import AdminRoutes, Drain, Metrics, Workers
 from gateway.apis.arrivals import Arrivals
 from gateway.apis.endpoint import TurnEndpoint
 from gateway.apis.headers import KNOWN_AS, LIMITS, REQUEST_ID, request_id
@@ -52,13 +52,15 @@ def make_apps(
     reasons: ReadyReasons = tuple,
     workers: Workers = tuple,
     drain: Drain = lambda name, draining: False,
+    metrics: Metrics | None = None,
     passthrough: PassThrough | None = None,
     routes: RouteLog | None = None,
     registration: RegistrationRoutes | None = None,
     gate: Gate | None = None,
 ) -> Applications:
     """The applications. Serve them with `gateway.server.HttpServer`, which cancels a handler when its client leaves; the public
-    one always, as it owns what both use. `gate`: what lets turns in; without it every turn begins at once.
+    one always, as it owns what both use. `metrics`: of more processes than this one.
+    `gate`: what lets turns in; without it every turn begins at once.
     Raises ValueError for keys that cannot be used."""
     # Bodies are bounded while they are read (gateway.apis.bodies), in the caller's dialect.
     app = web.Application(middlewares=[allow_origins(config.http.cors_origins), _answer_errors], client_max_size=0)
@@ -75,12 +77,13 @@ def make_apps(
     OpenAIRoutes(pipeline, endpoint, arrivals, config.http, passthrough).add_to(app.router)
     administration = web.Application(middlewares=[_answer_errors], client_max_size=0)
     administration[ADMINISTRATION] = True
-    admin = AdminRoutes(arrivals, keys, pipeline.telemetry, workers, drain, gate.admission)
+    admin = AdminRoutes(arrivals, keys, pipeline.telemetry, workers, drain, gate.admission, metrics)
     for each in (app, administration):
         # Administrators look at what tenants see, too.
-        WatchRoutes(pipeline, arrivals).add_to(each.router)
+        sessions = SessionRoutes(pipeline, arrivals)
+        WatchRoutes(pipeline, arrivals, sessions.show).add_to(each.router)
         KeepingRoutes(pipeline, arrivals).add_to(each.router)
-        SessionRoutes(pipeline, arrivals).add_to(each.router)
+        sessions.add_to(each.router)
         if routes is not None:
             RouteRoutes(routes, arrivals).add_to(each.router)
         _Probes(pipeline, reasons).add_to(each.router)

@@ -32,6 +32,7 @@ class ChoiceEnd:
     index: int
     finish_reason: FinishReason
     stop_reason: str | int | None = None
+    violations: tuple[str, ...] = ()
 
 
 TurnEvent = ChoiceDelta | ChoiceEnd
@@ -61,6 +62,8 @@ class ChoiceState:
     stop_reason: str | int | None = None
     reasoning_tokens: int = 0
     """Of `token_ids`, those that came while the answer was reasoning, tags included."""
+    violations: list[str] = field(default_factory=list)
+    """What of their schemas calls or the answer violate, where the grammar did not hold it."""
     ended_by_token: bool = False
     """The last of `token_ids` is the token that ended it, and has no text."""
 

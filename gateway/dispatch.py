@@ -172,7 +172,7 @@ class PoolDispatcher:
         priority: int,
         trace_headers: Mapping[str, str],
     ) -> PooledGeneration:
-        def place(excluded: set[str], generated: int) -> Placement:
+        def place(excluded: set[str], generated: int, namespace: str | None) -> Placement:
             tokens = prompt.num_tokens + generated
             return self._place(
                 model,
@@ -180,9 +180,10 @@ class PoolDispatcher:
                 prompt.digests,
                 tokens,
                 excluded,
-                resumes=generated > 0,
+                resumed_from=namespace,
                 request_id=request_id,
                 output=reserved_output(sampling, self._admission.output_reserve),
+                last_instance=prompt.last_instance,
             )
 
         generation = PooledGeneration(
@@ -253,16 +254,18 @@ class PoolDispatcher:
         tokens: int,
         excluded: set[str],
         *,
-        resumes: bool = False,
+        resumed_from: str | None = None,
         opaque: bool = False,
         request_id: str = "",
         output: int = 0,
+        last_instance: str = "",
     ) -> Placement:
-        """`resumes`: a lost worker began it, so only one that can go on will do. `output`: tokens for which KV is set aside."""
+        """`resumed_from`: the namespace of the lost worker that began it, so only one that can go on, with the same weights,
+        will do. `output`: tokens for which KV is set aside."""
         members = {
             member.name: member
             for member in self.pool.candidates(model, excluded, opaque=opaque)
-            if not resumes or (member.info is not None and member.info.capabilities.resume)
+            if resumed_from is None or _goes_on(member, resumed_from)
         }
         if not members:
             raise self.pool.none_up(model)
@@ -279,6 +282,7 @@ class PoolDispatcher:
                 session=session,
                 loads=[member.load for member in members.values()],
                 request_id=request_id,
+                last_instance=last_instance,
             )
         member = members[route.receipt.worker]
         return Placement(member, route, member.books.open(tokens, route.receipt.matched_tokens, blocks))
@@ -307,6 +311,12 @@ class PoolDispatcher:
     def _client(self, spec: WorkerSpec) -> Worker:
         config = self._config
         return open_client(spec, Patience(config.connect_timeout, config.probe_timeout, config.accept_timeout))
+
+
+def _goes_on(member: Member, namespace: str) -> bool:
+    """Whether a worker can go on with what one of this namespace began: with other weights it would be another text."""
+    info = member.info
+    return info is not None and info.capabilities.resume and info.namespace == namespace
 
 
 async def _supersede(member: Member, digests: bytes) -> None:

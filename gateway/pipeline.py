@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
+from gateway.after_check import AfterCheck, unenforced_warnings
 from gateway.choices import ChoiceDecoder
 from gateway.config import GatewayConfig
 from gateway.histories.keeper import Answered, HistoryKeeper, TurnHistory
@@ -16,9 +18,10 @@ from gateway.models import ModelRegistry, ServedModel
 from gateway.prompts import PromptBuilder
 from gateway.running import RunningTurn, Usage, close_all
 from gateway.telemetry.telemetry import Telemetry
-from gateway.turn import Dispatcher, Generation, Prompt, Turn, TurnObserver, TurnRecord
+from gateway.turn import Dispatcher, Generation, Prompt, Turn, TurnError, TurnObserver, TurnRecord
 from gateway.watching.watch import TurnWatch, called_tools
 from gateway.workers.protocol import RetentionHint, SamplingParams, WorkerInfo
+from grammar.checking.checker import Checker
 from grammar.detokenizer import Detokenizer
 from grammar.parser import StreamParser, TextParser
 from grammar.reasoning import ReasoningSplitter
@@ -48,6 +51,7 @@ class Pipeline:
         self.models = models
         self.telemetry = telemetry
         self._dispatcher = dispatcher
+        self._checker = Checker()
         self._observers = tuple(observers)
         self._executor = ThreadPoolExecutor(config.http.threads, thread_name_prefix="prompt")
         self.keeper: HistoryKeeper | None = None
@@ -69,6 +73,7 @@ class Pipeline:
     def close(self) -> None:
         """Frees the threads."""
         self._executor.shutdown(wait=False, cancel_futures=True)
+        self._checker.close()
 
     def pool_info(self, model: ServedModel) -> WorkerInfo:
         """What the workers of a model have in common. Raises TurnError 503 while none is up."""
@@ -92,25 +97,67 @@ class Pipeline:
         Raises TurnError. Whoever gets the RunningTurn must close it.
         """
         generations: list[Generation] = []
+        sent: list[Prompt] = []
         try:
             for position, prompt in enumerate(prompts):
-                generations.append(
-                    await self._dispatcher.dispatch(
-                        request_id=turn.request_id if len(prompts) == 1 else f"{turn.request_id}-{position}",
-                        model=model.name,
-                        session=turn.session,
-                        prompt=prompt,
-                        sampling=_within_context(turn.sampling, prompt, info),
-                        priority=turn.priority,
-                        trace_headers=trace_headers,
-                    )
-                )
+                request_id = turn.request_id if len(prompts) == 1 else f"{turn.request_id}-{position}"
+                generation, prompt = await self._dispatch(model, turn, prompt, info, request_id, trace_headers)
+                generations.append(generation)
+                sent.append(prompt)
         except BaseException:
             await asyncio.shield(close_all(generations))
             raise
+        unenforced = tuple(dict.fromkeys(one for prompt in sent for one in prompt.unenforced))
+        check = AfterCheck(self._checker, turn, unenforced, self.telemetry) if unenforced else None
+        for one in unenforced:
+            self.telemetry.keyword_unenforced(one.keyword)
         decoders = [self._decoder(model, turn, index, plain=plain) for index in range(turn.sampling.n * len(prompts))]
         usage = Usage(prompt_tokens=sum(prompt.num_tokens for prompt in prompts))
-        return RunningTurn(generations, decoders, usage, turn.session if history is None else history.who, ended)
+        return RunningTurn(
+            generations,
+            decoders,
+            usage,
+            turn.session if history is None else history.who,
+            ended,
+            warnings=unenforced_warnings(unenforced),
+            after_check=check,
+        )
+
+    async def _dispatch(
+        self,
+        model: ServedModel,
+        turn: Turn,
+        prompt: Prompt,
+        info: WorkerInfo,
+        request_id: str,
+        trace_headers: Mapping[str, str],
+    ) -> tuple[Generation, Prompt]:
+        """Starts a prompt. A grammar that its worker cannot compile is loosened, keyword by keyword, until it can."""
+        rung: int | None = None
+        while True:
+            try:
+                generation = await self._dispatcher.dispatch(
+                    request_id=request_id,
+                    model=model.name,
+                    session=turn.session,
+                    prompt=prompt,
+                    sampling=_within_context(turn.sampling, prompt, info),
+                    priority=turn.priority,
+                    trace_headers=trace_headers,
+                )
+            except TurnError as error:
+                if error.code != "invalid_grammar" or prompt.grammar is None:
+                    raise
+                if rung is None:
+                    rung = self.prompts.grammars.of(model, turn).rung
+                plan = self.prompts.grammars.below(model, turn, prompt.grammar, rung)
+                if plan is None:
+                    raise
+                rung = plan.rung
+                log.info("a worker refused a grammar, so less of it is enforced: %s", error.message)
+                prompt = dataclasses.replace(prompt, grammar=plan.source, unenforced=plan.unenforced)
+            else:
+                return generation, prompt
 
     def retain(self, worker: str, hint: RetentionHint) -> None:
         """Passes a hint on to a worker, soon."""

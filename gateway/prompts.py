@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 from typing import TypeVar
 
+from gateway.grammars import GrammarPlan, GrammarPlans
 from gateway.histories.keeper import HistoryKeeper, TurnHistory, too_long
 from gateway.models import ServedModel
 from gateway.turn import Prompt, Turn, TurnError
 from gateway.workers.protocol import WorkerInfo
-from grammar.tools import GrammarRefused
 from prefix_cache.hashing import JoinedDigests, block_digests, pack_tokens, root_digest
-from sessions.digests import context_digest
 
 T = TypeVar("T")
+
+_SCHEMA_CHARACTERS = 2048
+"""What the schema of a tool counts for."""
 
 
 class PromptBuilder:
@@ -28,23 +29,43 @@ class PromptBuilder:
         self._executor = executor
         self._inline_characters = inline_characters
         self._keeper = keeper
-        self._grammars = GrammarCache()
+        self.grammars = GrammarPlans()
 
     async def from_turn(self, model: ServedModel, turn: Turn, info: WorkerInfo) -> tuple[Prompt, TurnHistory | None]:
         """The prompt of a chat turn, and its part in its session. Raises TurnError 400: template, grammar or context."""
         if self._keeper is not None:
-            grammar = self._grammars.of(model, turn)
+            plan = await self._plan(model, turn)
             history = await self._keeper.open(model, turn, info)
             ledger = history.continuation.ledger
-            return Prompt(ledger.tokens, JoinedDigests(ledger.blocks), grammar, turn.cache_salt), history
+            before = history.continuation.predecessor
+            # A conversation that began as another session's lives where it likes.
+            last_instance = before.worker_instance if before is not None and history.foreign is None else ""
+            prompt = Prompt(
+                ledger.tokens,
+                JoinedDigests(ledger.blocks),
+                plan.source,
+                turn.cache_salt,
+                unenforced=plan.unenforced,
+                last_instance=last_instance,
+            )
+            return prompt, history
+
+        plan = await self._plan(model, turn)
 
         def build() -> Prompt:
-            grammar = self._grammars.of(model, turn)
             text = model.renderer.render(turn.messages, turn.tools, template_kwargs=turn.template_kwargs)
-            return self._prompt(model, text, info, turn.cache_salt, grammar=grammar, special=False)
+            prompt = self._prompt(model, text, info, turn.cache_salt, grammar=plan.source, special=False)
+            return replace(prompt, unenforced=plan.unenforced)
 
         size = sum(_characters(message) for message in turn.messages) + 256 * len(turn.tools)
         return await self._run(build, size), None
+
+    async def _plan(self, model: ServedModel, turn: Turn) -> GrammarPlan:
+        """Made beside the event loop, unless it is known or small."""
+        known = self.grammars.known(model, turn)
+        if known is not None:
+            return known
+        return await self._run(lambda: self.grammars.of(model, turn), _SCHEMA_CHARACTERS * len(turn.tools))
 
     async def from_text(
         self, model: ServedModel, text: str, info: WorkerInfo, *, cache_salt: str | None, grammar: str | None, field: str
@@ -125,60 +146,6 @@ class PromptBuilder:
         root = root_digest(bytes.fromhex(info.namespace), cache_salt)
         digests = tuple(block_digests(packed, root, info.block_size))
         return Prompt(packed_token_ids=packed, digests=digests, grammar=grammar, cache_salt=cache_salt)
-
-
-class GrammarCache:
-    """Grammar sources by what they are made of: an agent sends the same tools every turn, and making a grammar of them costs
-    more than all the rest of a prompt. Bounded; safe to use from several threads."""
-
-    def __init__(self, max_bytes: int = 64 * 2**20) -> None:
-        self._max_bytes = max_bytes
-        self._bytes = 0
-        self._known: OrderedDict[bytes, str | None] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def of(self, model: ServedModel, turn: Turn) -> str | None:
-        """The grammar source of a turn. Raises what `structural_tag` raises."""
-        if not turn.tools and turn.response_format.kind == "text" and turn.thinking is None:
-            return structural_tag(model, turn)
-        key = context_digest(model.name, turn.tools, turn.tool_choice, turn.response_format, turn.thinking)
-        with self._lock:
-            if key in self._known:
-                self._known.move_to_end(key)
-                return self._known[key]
-        grammar = structural_tag(model, turn)
-        with self._lock:
-            if key not in self._known:
-                self._known[key] = grammar
-                self._bytes += _size(grammar)
-            while self._bytes > self._max_bytes:
-                self._bytes -= _size(self._known.popitem(last=False)[1])
-        return grammar
-
-
-def _size(grammar: str | None) -> int:
-    return 200 + 4 * len(grammar or "")
-
-
-def structural_tag(model: ServedModel, turn: Turn) -> str | None:
-    """The grammar source of a turn. Raises TurnError 400 that names the tool and a JSON pointer into its schema."""
-    try:
-        return model.tool_format.structural_tag(turn.tools, turn.tool_choice, turn.response_format, thinking=turn.thinking)
-    except RecursionError as error:
-        raise TurnError(
-            400,
-            "invalid_schema",
-            "A schema among the tools or in response_format is nested too deeply. Flatten it.",
-            param="tools",
-        ) from error
-    except GrammarRefused as refused:
-        where = refused.pointer or ""
-        if refused.tool is not None:
-            position = next((i for i, tool in enumerate(turn.tools) if tool.name == refused.tool), None)
-            param = f"/tools/{position}/function/parameters{where}" if position is not None else "tools"
-        else:
-            param = f"/response_format/json_schema/schema{where}" if refused.pointer is not None else "response_format"
-        raise TurnError(400, "invalid_schema", refused.message, param=param) from refused
 
 
 def _encoded(model: ServedModel, text: str, *, special: bool, field: str) -> list[int]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from gateway.after_check import AfterCheck
 from gateway.choices import ChoiceDecoder, ChoiceState, TurnEvent
 from gateway.turn import Generation, Migration, Receipt, SessionRef, TurnError
 from gateway.workers.protocol import Chunk, Done, Finished, Tokens
@@ -48,12 +49,17 @@ class RunningTurn:
         usage: Usage,
         session: SessionRef,
         ended: Callable[[Usage], None] = lambda usage: None,
+        *,
+        warnings: Sequence[str] = (),
+        after_check: AfterCheck | None = None,
     ) -> None:
         """`decoders`: as many for each generation, in order. `usage`: with the prompts already counted. `session`: whose turn
         it is; for one that named none, the session it was recognised as. `ended` is told what was used when nothing of it runs
-        any more."""
+        any more. `warnings`: what the caller has to know of the grammars; `after_check`: what is done because of them."""
         self.session = session
+        self.warnings = tuple(warnings)
         self._ended = ended
+        self._after_check = after_check
         self._generations = tuple(generations)
         self._decoders = tuple(decoders)
         self._per_generation = len(decoders) // len(generations)
@@ -152,7 +158,11 @@ class RunningTurn:
                             raise TurnError(
                                 503, "aborted", "The worker ended the generation before it was complete. Try again."
                             )
-                        delta, end = self._decoder(position, chunk.index).finish(chunk)
+                        decoder = self._decoder(position, chunk.index)
+                        delta, end = decoder.finish(chunk)
+                        if self._after_check is not None:
+                            decoder.state.violations.extend(await self._after_check.of(decoder.state))
+                            end = replace(end, violations=tuple(decoder.state.violations))
                         yield delta
                         yield end
                     case Done():

@@ -98,7 +98,7 @@ class HttpServer:
             await site.start()
         except (OSError, OverflowError) as error:
             await self._runner.cleanup()
-            raise ListenError(_why(self._config, error)) from error
+            raise ListenError(why_not(self._config.host, self._config.port, error)) from error
         for address in self._runner.addresses:
             if isinstance(address, tuple):
                 self._port = address[1]
@@ -137,12 +137,13 @@ class HttpServer:
         )
 
 
-def _why(config: HttpConfig, error: OSError | OverflowError) -> str:
+def why_not(host: str, port: int, error: OSError | OverflowError) -> str:
+    """A sentence for an address that cannot be listened on, with the remedy."""
     number = getattr(error, "errno", None)
     if number == errno.EADDRINUSE:
-        return f"Port {config.port} on {config.host} is in use. Choose another with --port (0 takes a free one)."
+        return f"Port {port} on {host} is in use. Choose another with --port (0 takes a free one)."
     if number == errno.EACCES:
-        return f"Port {config.port} needs privileges that this process does not have. Choose one above 1023 with --port."
+        return f"Port {port} needs privileges that this process does not have. Choose one above 1023 with --port."
     if isinstance(error, socket.gaierror) or number == errno.EADDRNOTAVAIL:
-        return f"{config.host!r} is no address of this machine. Choose another with --host (0.0.0.0 for all of them)."
-    return f"Cannot listen on {config.host}:{config.port}: {error}."
+        return f"{host!r} is no address of this machine. Choose another with --host (0.0.0.0 for all of them)."
+    return f"Cannot listen on {host}:{port}: {error}."

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from gateway.router.receipts import Decision
 from gateway.workers.protocol import Chunk, RetentionHint, SamplingParams, Started, WorkerInfo
 from grammar.thinking import Thinking
-from grammar.tools import ResponseFormat, Tool, ToolChoice
+from grammar.tools import ResponseFormat, Tool, ToolChoice, Unenforced
 
 
 class TurnError(Exception):
@@ -84,15 +84,18 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a worker computes: token ids packed as little-endian uint32, plus the grammar source.
+    """What a worker computes: token ids packed as little-endian uint32, plus the grammar source and what that does not hold.
 
     `digests` are the block hashes of the full blocks under the worker pool's namespace and the request's salt.
+    `last_instance`: the worker that its session's last turn ran on, by its own id; "": not known.
     """
 
     packed_token_ids: bytes
     digests: Sequence[bytes]
     grammar: str | None = None
     cache_salt: str | None = None
+    unenforced: tuple[Unenforced, ...] = ()
+    last_instance: str = ""
 
     @property
     def num_tokens(self) -> int:

@@ -134,6 +134,10 @@ class GrammarMatcher:
         """Tokens that spell what the grammar forces next, as a model might not. [] where nothing is forced."""
         return [] if self._matcher.is_terminated() else list(self._matcher.find_jump_forward_tokens())
 
+    def accepts_whole(self, text: str) -> bool:
+        """Whether `text`, from here on, is a whole text of the grammar, however it is cut into tokens. Advances."""
+        return bool(self._matcher.accept_string(text)) and self.is_completed()
+
     def is_terminated(self) -> bool:
         """True once a stop token was accepted: nothing may follow."""
         return bool(self._matcher.is_terminated())

@@ -24,6 +24,19 @@ _UNSUPPORTED_ESCAPES = {
 }
 
 
+LOOKAHEAD = re.compile(r"\(\?[=!]")
+"""XGrammar takes lookahead, and does not hold it."""
+
+
+def can_be_checked(pattern: str) -> bool:
+    """Whether a validator can search strings for it afterwards (Python's syntax, which is nearly ECMA's)."""
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError):
+        return False
+    return True
+
+
 class PatternRefused(Exception):  # noqa: N818 - it is an answer to the caller
     """The pattern is not valid or cannot be enforced. `message` is the rest of a sentence that begins with "the pattern"."""
 

@@ -30,22 +30,36 @@ class ToolChoice(msgspec.Struct, frozen=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):
-    """The shape of the text: free, any JSON object, or JSON valid against `schema`."""
+    """The shape of the text: free, any JSON object, JSON valid against `schema`, what a regular expression matches as a whole
+    or an EBNF grammar (XGrammar's, from its rule `root`) derives (`text`), or one of `choices`. `field`: of the caller's."""
 
-    kind: Literal["text", "json_object", "json_schema"] = "text"
+    kind: Literal["text", "json_object", "json_schema", "regex", "grammar", "choice"] = "text"
     schema: dict[str, Any] | bool | None = None
     name: str | None = None
+    text: str | None = None
+    choices: tuple[str, ...] = ()
+    field: str | None = None
+
+
+class Unenforced(msgspec.Struct, frozen=True):
+    """A keyword that the grammar does not hold: it is checked in what was generated. `tool` None: of the response format.
+    `pointer`: of the schema it stands in; "" where there are too many to say, or for the root."""
+
+    tool: str | None
+    keyword: str
+    pointer: str = ""
 
 
 class GrammarRefused(Exception):  # noqa: N818 - it is an answer to the caller
     """A tool list, schema or choice that cannot be turned into a grammar.
 
     `message` is a sentence; `tool` names the tool, `pointer` is a JSON pointer into its parameters (or into the response
-    schema when `tool` is None).
+    schema when `tool` is None). `costly`: nothing is wrong with it but what it would cost.
     """
 
-    def __init__(self, message: str, *, tool: str | None = None, pointer: str | None = None) -> None:
+    def __init__(self, message: str, *, tool: str | None = None, pointer: str | None = None, costly: bool = False) -> None:
         super().__init__(message)
         self.message = message
         self.tool = tool
         self.pointer = pointer
+        self.costly = costly

@@ -31,8 +31,9 @@ __all__ = ["REMOTE", "TIERS", "Hits", "Outcome", "Position", "Prediction", "Resi
 _SWEEP_PER_BLOCK = 4
 _MAX_DEAD_SLOTS = 32
 _MAX_INTERNED = 65_536
+_MAX_NAMED_SETS = 4096
 _TOUCHED_FROM = 0.75  # of the bound: below that nothing is forgotten soon
-_EVICTED_AT_ONCE = 256  # parts of the bound
+_EVICTED_AT_ONCE = 1024  # parts of the bound
 
 
 class Outcome(Enum):
@@ -111,6 +112,8 @@ class ResidencyIndex:
         self._settled: deque[Prediction] = deque()
         self._predicted = 0
         self._careful_ones = 0
+        self._lower_blocks = 0
+        self._names_of: dict[int, tuple[str, ...]] = {}
         self.evicted = 0
         """Blocks forgotten to stay within the bound."""
 
@@ -157,6 +160,8 @@ class ResidencyIndex:
     def lookup_tiers(self, digests: Sequence[BlockHash]) -> tuple[dict[str, int], Mapping[str, Hits]]:
         """`lookup`, and for the workers that hold some of that in lower tiers only, how much of it where."""
         found = self.lookup(digests)
+        if not self._lower_blocks:
+            return found, {}
         lower = 0
         for name in found:
             slot = self._slots[name]
@@ -265,6 +270,8 @@ class ResidencyIndex:
         if slot is None:
             return
         del self._names[slot.number]
+        self._names_of.clear()
+        self._lower_blocks -= slot.lower
         self._live_ones &= ~(1 << slot.shift)
         self._careful_ones &= ~(1 << slot.shift)
         self._dead.add(slot.number)
@@ -385,6 +392,7 @@ class ResidencyIndex:
         slot = _Slot(number)
         self._slots[worker] = slot
         self._names[number] = worker
+        self._names_of.clear()
         self._live_ones |= 1 << slot.shift
         return slot
 
@@ -413,6 +421,7 @@ class ResidencyIndex:
         slot.blocks += blocks
         if number:
             slot.lower += added
+            self._lower_blocks += added
         if len(masks) > self._bound:
             self._evict()
         self.sweep(len(joined) // DIGEST_BYTES * _SWEEP_PER_BLOCK)
@@ -432,6 +441,7 @@ class ResidencyIndex:
                 continue
             if mask & bit:
                 slot.lower -= number > 0
+                self._lower_blocks -= number > 0
                 slot.blocks -= not left & reported
             self._put(digest, left)
         self.sweep(len(joined) // DIGEST_BYTES * _SWEEP_PER_BLOCK)
@@ -450,7 +460,9 @@ class ResidencyIndex:
                 slot = self._slots[self._names[number]]
                 if bits & REPORTED_BITS:
                     slot.blocks -= 1
-                    slot.lower -= (bits & REPORTED_BITS & ~1).bit_count()
+                    lower = (bits & REPORTED_BITS & ~1).bit_count()
+                    slot.lower -= lower
+                    self._lower_blocks -= lower
         self.evicted += count
 
     def _put(self, digest: BlockHash, mask: int) -> None:
@@ -460,8 +472,16 @@ class ResidencyIndex:
             self._masks.pop(digest, None)
 
     def _note(self, found: dict[str, int], ones: int, count: int) -> None:
-        names = self._names
+        names = self._names_of.get(ones)
+        if names is None:
+            if len(self._names_of) >= _MAX_NAMED_SETS:
+                self._names_of.clear()
+            names = self._names_of[ones] = tuple(self._names_in(ones))
+        for name in names:
+            found[name] = count
+
+    def _names_in(self, ones: int) -> Iterator[str]:
         while ones:
             low = ones & -ones
-            found[names[(low.bit_length() - 1) // STRIDE]] = count
+            yield self._names[(low.bit_length() - 1) // STRIDE]
             ones ^= low

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -18,6 +18,8 @@ from gateway.telemetry.telemetry import Telemetry
 from gateway.turn import TurnError
 from gateway.workers.views import WorkerView
 
+Metrics = Callable[[], Awaitable[bytes]]
+"""Prometheus text."""
 Workers = Callable[[], Sequence[WorkerView]]
 Drain = Callable[[str, bool], bool]
 """(worker, draining): False when nobody is called so."""
@@ -37,7 +39,10 @@ class AdminRoutes:
         workers: Workers,
         drain: Drain,
         admission: Admission,
+        metrics: Metrics | None = None,
     ) -> None:
+        """`metrics`: of more than this process."""
+        self._metrics = metrics
         self._admission = admission
         self._arrivals = arrivals
         self._keys = keys
@@ -58,7 +63,8 @@ class AdminRoutes:
         if not self._keys.open_metrics:
             self._arrivals.require_admin(request)
         telemetry = self._telemetry
-        return web.Response(body=telemetry.render_metrics(), headers={"Content-Type": telemetry.METRICS_CONTENT_TYPE})
+        body = telemetry.render_metrics() if self._metrics is None else await self._metrics()
+        return web.Response(body=body, headers={"Content-Type": telemetry.METRICS_CONTENT_TYPE})
 
     async def workers(self, request: web.Request) -> web.Response:
         """Every worker as this process sees it."""

@@ -257,7 +257,7 @@ class TurnEndpoint:
             **placement_headers(begun.running, started=started),
             **miss_header(miss),
             **attached_header(joined.how, joined.first),
-            **warning_header(turn.warnings),
+            **warning_header((*turn.warnings, *begun.running.warnings)),
         }
 
     async def _keep_waiting(

@@ -11,11 +11,11 @@ import orjson
 from aiohttp import web
 
 from gateway.apis.arrivals import Arrivals
+from gateway.apis.session_ids import add_action, session_id
 from gateway.apis.sessions import known_session
 from gateway.pipeline import Pipeline
 from gateway.turn import TurnError
 from gateway.workers.protocol import RetentionHint
-from sessions.identity import bounded_key
 
 DEFAULT_TTL = 300.0
 MAX_TTL = 86_400.0
@@ -30,9 +30,9 @@ class KeepingRoutes:
 
     def add_to(self, router: web.UrlDispatcher) -> None:
         """Registers the endpoints; before those of sessions, whose ids may hold slashes."""
-        router.add_post("/v1/sessions/{id:.+}/pin", self.pin)
-        router.add_post("/v1/sessions/{id:.+}/release", self.release)
-        router.add_post("/v1/sessions/{id:.+}/prefetch", self.prefetch)
+        add_action(router, "POST", "pin", self.pin)
+        add_action(router, "POST", "release", self.release)
+        add_action(router, "POST", "prefetch", self.prefetch)
 
     async def pin(self, request: web.Request) -> web.Response:
         """Its blocks are given up after all others' for a while. Body: {"ttl": seconds}, or none for five minutes."""
@@ -61,7 +61,7 @@ class KeepingRoutes:
         answer: dict[str, Any],
         ttl: float | None = None,
     ) -> web.Response:
-        tenant, key = self._arrivals.scope(request), bounded_key(request.match_info["id"])
+        tenant, key = self._arrivals.scope(request), session_id(request)
         record = await known_session(self._pipeline, tenant, key)
         workers = sorted({ledger.worker for ledger in record.branches if ledger.worker})
         for worker in workers:

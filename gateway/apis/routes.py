@@ -12,6 +12,7 @@ from aiohttp import web
 from gateway.apis.arrivals import Arrivals
 from gateway.router.receipts import Decision, RouteLog
 from gateway.turn import TurnError
+from sessions.identity import bounded_key
 
 _PAGE = 20
 _MAX_PAGE = 1000
@@ -33,7 +34,7 @@ class RouteRoutes:
         query = request.query
         found = self._log.newest(
             tenant=None if query.get("tenant") == "*" else tenant,
-            session=query.get("session"),
+            session=None if (named := query.get("session")) is None else bounded_key(named),
             worker=query.get("worker"),
             request_id=query.get("request"),
         )

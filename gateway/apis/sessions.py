@@ -9,6 +9,7 @@ import orjson
 from aiohttp import web
 
 from gateway.apis.arrivals import Arrivals
+from gateway.apis.session_ids import add_action, names_session, session_id
 from gateway.histories.keeper import HistoryKeeper
 from gateway.pipeline import Pipeline
 from gateway.turn import TurnError
@@ -31,10 +32,15 @@ class SessionRoutes:
 
     def add_to(self, router: web.UrlDispatcher) -> None:
         """Registers the endpoints. Session ids may hold slashes."""
-        router.add_get("/v1/sessions", self.page)
-        router.add_post("/v1/sessions/{id:.+}/fork", self.fork)
+        router.add_get("/v1/sessions", self.page_or_one)
+        router.add_delete("/v1/sessions", self.delete)
+        add_action(router, "POST", "fork", self.fork)
         router.add_get("/v1/sessions/{id:.+}", self.show)
         router.add_delete("/v1/sessions/{id:.+}", self.delete)
+
+    async def page_or_one(self, request: web.Request) -> web.Response:
+        """`?id=ID`: that session; else a page of them."""
+        return await (self.show(request) if names_session(request) else self.page(request))
 
     async def page(self, request: web.Request) -> web.Response:
         """Sessions in the order of their ids."""
@@ -50,7 +56,7 @@ class SessionRoutes:
 
     async def show(self, request: web.Request) -> web.Response:
         """One session with its branches, and where their blocks are."""
-        record = await known_session(self._pipeline, self._arrivals.scope(request), _id(request))
+        record = await known_session(self._pipeline, self._arrivals.scope(request), session_id(request))
         body = _summary(record)
         body["branches"] = [self._branch(ledger) for ledger in record.branches]
         return _json(body)
@@ -65,14 +71,14 @@ class SessionRoutes:
             if name is not None and not (isinstance(name, str) and name.strip()):
                 raise TurnError(400, "invalid_request", "session_id: a non-empty string is expected.", param="session_id")
         key = bounded_key(name.strip()) if name is not None else "fork-" + secrets.token_hex(8)
-        forked = await self._keeper.fork(tenant, _id(request), key)
+        forked = await self._keeper.fork(tenant, session_id(request), key)
         if forked is None:
-            raise _unknown(_id(request))
+            raise _unknown(session_id(request))
         return _json(_summary(forked), status=201)
 
     async def delete(self, request: web.Request) -> web.Response:
         """Forgets a session; workers may give up its blocks first."""
-        key = _id(request)
+        key = session_id(request)
         tenant = self._arrivals.scope(request)
         if not await self._keeper.forget(tenant, key):
             raise _unknown(key)
@@ -142,10 +148,6 @@ def _summary(record: SessionRecord) -> dict[str, Any]:
         "cost": {"prefill_seconds": record.prefill_seconds, "decode_seconds": record.decode_seconds},
         "ledger_bytes": record.nbytes,
     }
-
-
-def _id(request: web.Request) -> str:
-    return bounded_key(request.match_info["id"])
 
 
 def _limit(request: web.Request) -> int:

@@ -8,6 +8,7 @@ import msgspec
 from aiohttp import web
 
 from gateway.apis.arrivals import Arrivals
+from gateway.apis.session_ids import Handler, add_action, names_session, session_id
 from gateway.apis.sessions import known_session
 from gateway.pipeline import Pipeline
 from gateway.turn import TurnError
@@ -21,7 +22,9 @@ _MAX_ROWS = 1000
 class WatchRoutes:
     """Both endpoints. A tenant sees its own tools and sessions only."""
 
-    def __init__(self, pipeline: Pipeline, arrivals: Arrivals) -> None:
+    def __init__(self, pipeline: Pipeline, arrivals: Arrivals, show: Handler) -> None:
+        """`show` answers GET /v1/sessions/ID."""
+        self._show = show
         self._pipeline = pipeline
         self._watch = pipeline.watch
         self._arrivals = arrivals
@@ -29,7 +32,7 @@ class WatchRoutes:
     def add_to(self, router: web.UrlDispatcher) -> None:
         """Registers the endpoints: before those of sessions, whose ids may end as this path does."""
         router.add_get("/v1/tools/gaps", self.gaps)
-        router.add_get("/v1/sessions/{id:.+}/misses", self.misses)
+        add_action(router, "GET", "misses", self.misses)
 
     async def gaps(self, request: web.Request) -> web.Response:
         """`?tool=NAME`: of one tool; `tool=` of turns that called none."""
@@ -41,10 +44,12 @@ class WatchRoutes:
         data = [_row(row) for row in rows[:_MAX_ROWS]]
         return web.json_response({"object": "list", "data": data, "has_more": len(rows) > _MAX_ROWS})
 
-    async def misses(self, request: web.Request) -> web.Response:
+    async def misses(self, request: web.Request) -> web.StreamResponse:
         """The last misses of a session, the newest first, and advice. 404 where GET /v1/sessions/{id} says so."""
+        if "id" not in request.match_info and not names_session(request):
+            return await self._show(request)  # a session of that name
         tenant = self._arrivals.scope(request)
-        key = bounded_key(request.match_info["id"])
+        key = session_id(request)
         await known_session(self._pipeline, tenant, key)
         misses = self._watch.misses.log.misses(tenant, key)
         return web.json_response(

@@ -22,7 +22,8 @@ class RouterConfig:
     `predicted_ttl`: seconds for which a computed prompt counts as resident before KV events confirm it.
     `max_indexed_blocks`: blocks remembered of all workers together, the least recently used going first.
     `max_predicted_blocks`, `max_homes`, `home_ttl` (seconds), `max_receipts`: further bounds on memory.
-    `seed`: of the random policy.
+    `seed`: of the random policy. `agree`: other gateways route to the same workers, so where the estimates cannot tell workers
+    apart a new session goes where all of them would send it; None: with several processes, or a shared Redis.
     """
 
     policy: PolicyName = "prefix"
@@ -39,6 +40,7 @@ class RouterConfig:
     home_ttl: float = 3600.0
     max_receipts: int = 1000
     seed: int | None = None
+    agree: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("policy", "shadow_policy"):

@@ -3,7 +3,7 @@
     seconds = queue                what must be computed there before it, less what of it is done; slots and KV to become free
             + transfer             bringing hits from host, disk or afar to the device
             + prefill              the rest of the prompt (gateway.router.estimator)
-            + interference         what its steps take in any case, and for the sequences that generate there
+            + interference         what its steps take in any case, the way there, and the sequences that generate there
 
     cost    = seconds              the expected time to the first token, and beside it:
             + opportunity * others         what computing keeps others from: prefill * (1 + arrivals during it / 2)
@@ -19,7 +19,7 @@ when the next session is born: shared system prompts spread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -94,13 +94,17 @@ def costs(candidates: Sequence[Candidate], home: str | None, weights: Weights) -
     return found
 
 
-def cheapest(candidates: Sequence[Candidate], home: str | None, weights: Weights) -> Candidate:
+def cheapest(
+    candidates: Sequence[Candidate], home: str | None, weights: Weights, agreed: Callable[[str], int] | None = None
+) -> Candidate:
     """The candidate of the lowest cost; of those that the estimates cannot tell apart the session's home, then the longest
-    match, then whoever rested longest."""
+    match, then the one with the highest `agreed` score, or else whoever rested longest."""
     found = costs(candidates, home, weights)
     lowest = min(found)
     bound = lowest + max(_EQUAL_SECONDS, _EQUAL_SHARE * lowest)
     equals = [candidate for candidate, value in zip(candidates, found, strict=True) if value <= bound]
     if len(equals) == 1:
         return equals[0]
+    if agreed is not None and home is None:
+        return min(equals, key=lambda c: (-c.matched_tokens, -agreed(c.name), c.name))
     return min(equals, key=lambda c: (c.name != home, -c.matched_tokens, c.idle_rank, c.name))

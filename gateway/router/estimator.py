@@ -84,17 +84,17 @@ class Observation:
 
 
 class PrefillEstimator:
-    """The coefficients of one worker. `base`: where it begins, the fleet's as far as they are known."""
+    """The coefficients of one worker."""
 
-    def __init__(self, base: Coefficients | None = None) -> None:
-        self._base = np.array(base or Coefficients()) * _UNITS
+    def __init__(self) -> None:
+        self._base = np.array(Coefficients()) * _UNITS
         self._scale = 1.0
         self._seen = 0
         self._noise = 1.0
         size = len(_UNITS)
         self._moments = np.zeros((size, size))
         self._targets = np.zeros(size)
-        self.coefficients = base or Coefficients()
+        self.coefficients = Coefficients()
 
     @property
     def observations(self) -> int:

@@ -17,6 +17,9 @@ class Homes:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._entries
+
     def get(self, key: Hashable, now: float) -> str | None:
         entry = self.entry(key, now)
         return None if entry is None else entry[0]

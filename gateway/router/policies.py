@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import xxhash
-
 from gateway.router.config import PolicyName, RouterConfig
 from gateway.router.costs import Candidate, Weights, cheapest
+from gateway.router.rendezvous import score, session_key
 
 
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
-    """One turn to be placed. `session` names its session (None: unknown); `home` is where its last turn ran."""
+    """One turn to be placed. `session` names its session (None: unknown); `home` is where its last turn ran. `agreed`: for new
+    sessions, the score of a worker in which all gateways agree (gateway.router.rendezvous); None where there is but one."""
 
     prompt_tokens: int
     session: tuple[str, str] | None = None
     home: str | None = None
+    agreed: Callable[[str], int] | None = None
 
 
 class Policy(Protocol):
@@ -42,7 +43,7 @@ class PrefixPolicy:
         home = request.home
         if home is not None and not any(candidate.name == home for candidate in candidates):
             home = None
-        chosen = cheapest(candidates, home, self._weights)
+        chosen = cheapest(candidates, home, self._weights, request.agreed)
         matches = [candidate.matched_tokens for candidate in candidates]
         longest, matched = max(matches), chosen.matched_tokens
         if matched == longest and matched > min(matches):
@@ -81,8 +82,8 @@ class SessionPolicy:
 
     def choose(self, request: RouteRequest, candidates: Sequence[Candidate]) -> tuple[Candidate, str]:
         if request.session is not None:
-            key = "".join(f"{len(part)}:{part}" for part in request.session)
-            return max(candidates, key=lambda c: (_rendezvous(key, c.name), c.name)), "session"
+            key = session_key(request.session)
+            return max(candidates, key=lambda c: (score(key, c.name), c.name)), "session"
         for candidate in candidates:
             if candidate.name == request.home:
                 return candidate, "session"
@@ -121,7 +122,3 @@ def make_policy(name: PolicyName, config: RouterConfig) -> Policy:
 
 def _least_loaded(candidates: Sequence[Candidate]) -> Candidate:
     return min(candidates, key=lambda c: (c.queue + c.interference, c.requests, c.idle_rank, c.name))
-
-
-def _rendezvous(key: str, worker: str) -> int:
-    return int(xxhash.xxh3_64_intdigest(f"{key}|{worker}".encode("utf-8", "surrogatepass")))

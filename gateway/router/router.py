@@ -13,6 +13,7 @@ from gateway.router.estimator import STEP_TOKENS, Coefficients, Observation, Pre
 from gateway.router.memory import Homes
 from gateway.router.policies import Policy, RouteRequest, make_policy
 from gateway.router.receipts import Decision, Result, RouteLog, RouteObserver, Shadow
+from gateway.router.rendezvous import prompt_key, score, session_key
 from gateway.router.reuse import ReuseModel
 from gateway.router.route import Route
 from gateway.router.standing import Standing
@@ -68,10 +69,13 @@ class Router:
         session: SessionRef,
         loads: Sequence[WorkerLoad],
         request_id: str = "",
+        last_instance: str = "",
     ) -> Route:
         """Places a turn on one of `loads` (at least one) and books what is to be expected there.
 
         `digests` are the block hashes of the prompt's full blocks. The receipt's `matched_tokens` is what the index promises.
+        `last_instance`: the worker of the session's last turn by its own id, where its ledger says so; whichever gateway served
+        that turn.
         """
         now = self.now()
         index = self.index
@@ -80,8 +84,11 @@ class Router:
         matches, lower = index.lookup_tiers(digests)
         named = (session.tenant, session.key) if session.key is not None else None
         home = self._home(named, session.tenant, digests, matches, now)
+        if home is None and last_instance:
+            home = next((load.name for load in loads if load.instance == last_instance), None)
         candidates = self._candidates(loads, matches, lower, prompt_tokens, block_size, home, now)
-        request = RouteRequest(prompt_tokens, named, home)
+        agreed = self._agreed(named, session.tenant, digests, loads) if self.config.agree and home is None else None
+        request = RouteRequest(prompt_tokens, named, home, agreed)
         if len(candidates) == 1:
             chosen, reason = candidates[0], "only"
         else:
@@ -227,7 +234,7 @@ class Router:
                         standing.queue(load, prompt_tokens, now),
                         transfer,
                         work,
-                        fixed + neighbour * (requests - len(standing.pending)) * (1.0 + new / STEP_TOKENS),
+                        standing.latency + fixed + neighbour * (requests - len(standing.pending)) * (1.0 + new / STEP_TOKENS),
                         work * (1.0 + 0.5 * arrivals * work),
                         eviction,
                         standing.recent_work(now) if home is None else 0.0,
@@ -244,6 +251,15 @@ class Router:
             return None
         chosen, reason = self._shadow.choose(request, candidates)
         return Shadow(self.config.shadow_policy, chosen.name, reason, chosen.seconds)
+
+    def _agreed(
+        self, named: tuple[str, str] | None, tenant: str, digests: Sequence[BlockHash], loads: Sequence[WorkerLoad]
+    ) -> Callable[[str], int] | None:
+        key = session_key(named) if named is not None else prompt_key(tenant, digests)
+        if key is None:
+            return None
+        ids = {load.name: load.instance or load.name for load in loads}
+        return lambda name: score(key, ids[name])
 
     def _home(
         self,
@@ -268,9 +284,8 @@ class Router:
         if named is not None:
             return self._homes.entry(named, now)
         deepest = max(matches.values(), default=0)
-        for position in range(deepest - 1, max(deepest - _MAX_GENERATED_BLOCKS, 0) - 1, -1):
-            entry = self._homes.entry((tenant, digests[position]), now)
-            if entry is not None:
+        for digest in reversed(list(digests[max(deepest - _MAX_GENERATED_BLOCKS, 0) : deepest])):
+            if (tenant, digest) in self._homes and (entry := self._homes.entry((tenant, digest), now)) is not None:
                 return entry
         return None
 

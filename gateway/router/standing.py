@@ -14,6 +14,8 @@ from gateway.router.trust import Trust
 _MAX_WEIGHT = 50.0
 _FORGET_AFTER = 300.0
 _SERVICE_GAIN = 0.05
+_LATENCY_GAIN = 0.1
+_MAX_LATENCY = 10.0
 _SERVICE_PRIOR = 2.0
 
 
@@ -38,6 +40,7 @@ class Standing:
         "estimator",
         "half_life",
         "instance",
+        "latency",
         "name",
         "occupancy",
         "pending",
@@ -50,7 +53,7 @@ class Standing:
 
     def __init__(self, name: str, base: Coefficients, half_life: float, now: float) -> None:
         self.name = name
-        self.estimator = PrefillEstimator(base)
+        self.estimator = PrefillEstimator()
         self.coefficients = base
         self.half_life = half_life
         self.trust = Trust(name)
@@ -63,6 +66,8 @@ class Standing:
         self.instance = ""
         self.service = _SERVICE_PRIOR
         """Seconds that a turn stays there after its first token, in the mean."""
+        self.latency = 0.0
+        """Seconds between here and there: what the first token took beyond what the worker says it did."""
         self._recent_seconds = self._recent_tokens = 0.0
         self._recent_at = now
         self._weight = 0.0
@@ -72,8 +77,6 @@ class Standing:
 
     def observed(self, seen: Observation, fleet: Coefficients, now: float) -> None:
         """It has reported how long a prompt took."""
-        if self._weight == 0.0:
-            self.estimator = PrefillEstimator(fleet)
         self._weight = min(self._weight * self._age(now) + 1.0, _MAX_WEIGHT)
         self._observed_at = now
         self.estimator.observe(seen)
@@ -164,6 +167,11 @@ class Standing:
         """A turn has ended, so long after its first token."""
         if 0 <= seconds < math.inf:
             self.service += _SERVICE_GAIN * (seconds - self.service)
+
+    def delayed(self, seconds: float) -> None:
+        """A first token came so much later than by the worker's own account. It may be less than nothing: clocks differ."""
+        if -_MAX_LATENCY < seconds < math.inf:
+            self.latency += _LATENCY_GAIN * (max(0.0, min(seconds, _MAX_LATENCY)) - self.latency)
 
     def _decay(self, now: float) -> float:
         return math.exp2(-max(now - self._recent_at, 0.0) / self.half_life)

@@ -49,18 +49,22 @@ class ReplicaProcess:
     def pid(self) -> int:
         return self._process.pid if self._process is not None else 0
 
-    async def launch(self, command: Sequence[str], cores: Sequence[int] | None) -> None:
-        """Starts it. Call from the main thread's event loop: the process dies with the thread that started it."""
+    async def launch(self, command: Sequence[str], cores: Sequence[int] | None, given: bytes | None = None) -> None:
+        """Starts it. Call from the main thread's event loop: the process dies with the thread that started it. `given`: what
+        it reads from its standard input."""
         pinned = ",".join(map(str, cores)) if cores else "-"
         self._began = time.monotonic()
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), pinned, *command),
-            stdin=asyncio.subprocess.DEVNULL,
+            stdin=asyncio.subprocess.DEVNULL if given is None else asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             # A session of its own: Ctrl-C reaches the supervisor alone, which then stops things in order.
             start_new_session=True,
         )
+        if given is not None and self._process.stdin is not None:
+            self._process.stdin.write(given)
+            self._process.stdin.close()
         for stream, take in ((self._process.stdout, self._take_stdout), (self._process.stderr, self._take_stderr)):
             if stream is not None:
                 self._readers.append(asyncio.create_task(_read_lines(stream, take)))

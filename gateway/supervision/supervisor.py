@@ -52,7 +52,16 @@ class Supervisor:
         on_up: Callable[[ReplicaUp], None],
         on_down: Callable[[str], None],
         forward: Forward = print_line,
+        kind: str = "replica",
+        given: bytes | None = None,
+        directory: RuntimeDir | None = None,
     ) -> None:
+        """`kind`: what they are called, with a number. `given`: what each reads from its standard input. `directory`: of their
+        sockets, where it is not to be one of their own."""
+        self._kind = kind
+        self._given = given
+        self._own_dir = directory is None
+        self._shared_dir = directory
         self._config = config
         self._command_for = command_for
         self._on_up = on_up
@@ -67,9 +76,9 @@ class Supervisor:
 
     async def __aenter__(self) -> Supervisor:
         self._failure = asyncio.get_running_loop().create_future()
-        self._dir = RuntimeDir(self._config.runtime_dir)
+        self._dir = self._shared_dir if self._shared_dir is not None else RuntimeDir(self._config.runtime_dir)
         self._tasks = [
-            asyncio.create_task(self._keep(number, self._dir), name=f"replica-{number}")
+            asyncio.create_task(self._keep(number, self._dir), name=f"{self._kind}-{number}")
             for number in range(self._config.replicas)
         ]
         return self
@@ -80,7 +89,7 @@ class Supervisor:
         try:
             await asyncio.gather(*self._tasks, return_exceptions=True)
         finally:
-            if self._dir is not None:
+            if self._dir is not None and self._own_dir:
                 self._dir.close()
             if self._failure is not None:
                 self._failure.cancel()
@@ -110,7 +119,7 @@ class Supervisor:
         await asyncio.shield(self._failure)
 
     async def _keep(self, number: int, directory: RuntimeDir) -> None:
-        name = f"replica-{number}"
+        name = f"{self._kind}-{number}"
         early_deaths = 0
         wait = self._config.backoff_first
         try:
@@ -148,7 +157,9 @@ class Supervisor:
         process = ReplicaProcess(name, socket, config.stderr_lines, self._forward)
         was_up = False
         try:
-            await process.launch(self._command_for(number, socket, len(cores)), cores if config.pin_cores else None)
+            await process.launch(
+                self._command_for(number, socket, len(cores)), cores if config.pin_cores else None, self._given
+            )
             death = await process.until_ready(config.startup_timeout, config.probe_interval)
             if death is not None:
                 return death, False

@@ -78,6 +78,14 @@ class GatewayMetrics:
         )
         self.completion_tokens = counter("completion_tokens", "Generated tokens of answered turns", "model")
         self.routes = counter("routes", "Prompts placed on a worker, by what decided", "reason")
+        self.unenforced = counter(
+            "schema_keywords_unenforced",
+            "Keywords that the grammar of a turn did not hold, and that were checked afterwards",
+            "keyword",
+        )
+        self.checks = counter(
+            "schema_checks", "Finished calls and answers that were checked against their schema, by how it came out", "result"
+        )
         self.worker_failures = counter(
             "worker_failures", "Requests that a worker failed before its first chunk; they were tried elsewhere", "worker"
         )
@@ -213,6 +221,13 @@ class _PoolCollector(Collector):
                 if value is not None:
                     family.add_metric((view.name,), value)
             yield family
+        trouble = CounterMetricFamily(
+            prefix + "kv_event_trouble", "KV events of workers that were lost or could not be used", labels=("worker", "what")
+        )
+        for view in views:
+            for what, times in view.event_trouble.items():
+                trouble.add_metric((view.name, what), times)
+        yield trouble
 
 
 class _AdmissionCollector(Collector):

@@ -283,6 +283,14 @@ class Telemetry:
         """A retry could not attach to its turn (`refused`); `TurnSpan.attached` counts those that did."""
         self.metrics.attached.labels(result).inc()
 
+    def keyword_unenforced(self, keyword: str) -> None:
+        """A turn's grammar does not hold a keyword of its schemas."""
+        self.metrics.unenforced.labels(keyword).inc()
+
+    def arguments_checked(self, result: str) -> None:
+        """Finished arguments, or an answer, were checked against their schema: valid, invalid or unknown."""
+        self.metrics.checks.labels(result).inc()
+
     def render_metrics(self) -> bytes:
         """What /metrics answers, as METRICS_CONTENT_TYPE."""
         return self.metrics.render()

@@ -15,7 +15,7 @@ _OPAQUE_SILENCE = 600.0
 
 
 def open_client(spec: WorkerSpec, patience: Patience) -> Worker:
-    """A client for a worker of this kind. Use it on one event loop. Raises ValueError for a kind without one."""
+    """A client for a worker of this kind. Use it on one event loop."""
     match spec.kind:
         case "turnkeep":
             return ReplicaClient(
@@ -26,6 +26,9 @@ def open_client(spec: WorkerSpec, patience: Patience) -> Worker:
             from gateway.workers.vllm.client import VllmClient
 
             return VllmClient(spec, patience)
+        case "sglang":
+            from gateway.workers.sglang.client import SglangClient
+
+            return SglangClient(spec, patience)
         case "openai":
             return OpaqueClient(spec, dataclasses.replace(patience, idle=_OPAQUE_SILENCE))
-    raise ValueError(f"worker {spec.url}: workers of kind {spec.kind} are not known here")

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from grammar.limits import GrammarLimits
+from grammar.pattern import PatternRefused, can_be_checked, examine_pattern
 from grammar.schema import prepare_parameters, prepare_schema
+from grammar.schemas.ladder import Relaxed
 from grammar.thinking import Thinking
-from grammar.tools import GrammarRefused, ResponseFormat, Tool, ToolChoice
+from grammar.tools import GrammarRefused, ResponseFormat, Tool, ToolChoice, Unenforced
 
 Tag = dict[str, Any]
 
@@ -75,18 +77,20 @@ def regex(pattern: str) -> Tag:
 
 
 def text_not_beginning(prefix: str) -> Tag:
-    """Any text but one that begins with white space (or none) and then `prefix`."""
-    pattern = ""
+    """Any text but one that begins with white space (or none) and then `prefix`.
+
+    Written out character by character, because what comes after the first one that differs can then be any_text, whose masks
+    cost XGrammar a thousandth of those of a pattern's `[\\s\\S]*`.
+    """
+    rest: Tag | None = None
     for position in range(len(prefix) - 1, -1, -1):
         char = prefix[position]
-        excluded = f"{_in_class(char)}\\s" if position == 0 else _in_class(char)
-        further = f"|{_escaped(char)}{pattern}" if position + 1 < len(prefix) else ""
-        pattern = f"(?:[^{excluded}][\\s\\S]*{further})?"
-    return regex(f"\\s*{pattern}")
-
-
-def _escaped(char: str) -> str:
-    return "\\" + char if char in "\\.^$*+?()[]{}|/" else char
+        space = "\\s" if position == 0 else ""
+        ways = [sequence(regex(f"[^{_in_class(char)}{space}]"), text_without())]
+        if rest is not None:
+            ways.append(sequence(text(char), rest))
+        rest = optional(one_of(ways))
+    return sequence(regex("\\s*"), rest) if rest is not None else text_without()
 
 
 def _in_class(char: str) -> str:
@@ -126,17 +130,30 @@ def after_thinking(thinking: Thinking | None, content: Tag) -> Tag:
 class Schemas:
     """Turns the schemas of one request into tags."""
 
-    def __init__(self, limits: GrammarLimits) -> None:
+    def __init__(self, limits: GrammarLimits, rung: int = 0) -> None:
+        """`rung`: where on the ladder (grammar.schemas.ladder) to begin."""
         self.limits = limits
-        self.unenforced: dict[str | None, set[str]] = {}
+        self._rung = rung
+        self._relaxed: dict[str | None, Relaxed] = {}
 
     def note(self, tool: str | None, *keywords: str) -> None:
         """The grammar does not hold these keywords of a tool's parameters (None: of the answer)."""
-        self.unenforced.setdefault(tool, set()).update(keywords)
+        for keyword in keywords:
+            self._relaxed.setdefault(tool, {})[keyword, ""] = None
+
+    def unenforced(self) -> tuple[Unenforced, ...]:
+        """What was noted and what the ladder left out, tool by tool."""
+        return tuple(
+            Unenforced(tool, keyword, pointer) for tool, relaxed in self._relaxed.items() for keyword, pointer in relaxed
+        )
 
     def parameters(self, tool: Tool) -> dict[str, Any]:
         """The prepared schema of a tool's arguments. Its title names the tool, for errors found while compiling."""
-        return {"title": tool.name, **prepare_parameters(tool.name, tool.parameters, self.limits)}
+        relaxed: Relaxed = {}
+        prepared = prepare_parameters(tool.name, tool.parameters, self.limits, rung=self._rung, relaxed=relaxed)
+        if relaxed:
+            self._relaxed.setdefault(tool.name, {}).update(relaxed)
+        return {"title": tool.name, **prepared}
 
     def arguments(self, tool: Tool) -> Tag:
         """A JSON object valid for a tool's parameters."""
@@ -149,10 +166,37 @@ class Schemas:
                 return None
             case "json_object":
                 return {"type": "json_schema", "json_schema": {"type": "object", "additionalProperties": True}}
+            case "choice":
+                return one_of([text(choice) for choice in response_format.choices])
+            case "regex":
+                return regex(checked_regex(response_format.text or "", self.limits))
+            case "grammar":
+                return {"type": "grammar", "grammar": response_format.text}
         schema = response_format.schema
         if schema is None:
             raise GrammarRefused("A response format of kind json_schema needs a schema.", pointer="")
-        return {"type": "json_schema", "json_schema": prepare_schema(schema, self.limits)}
+        relaxed: Relaxed = {}
+        prepared = prepare_schema(schema, self.limits, rung=self._rung, relaxed=relaxed)
+        if relaxed:
+            self._relaxed.setdefault(None, {}).update(relaxed)
+        return {"type": "json_schema", "json_schema": prepared}
+
+
+def checked_regex(pattern: str, limits: GrammarLimits) -> str:
+    """A caller's pattern for a whole text. Raises GrammarRefused for one that is none, or would take too long."""
+    if not can_be_checked(pattern):
+        raise GrammarRefused(f"The regular expression {pattern[:80]!r} is not valid.")
+    try:
+        size = examine_pattern(pattern).size
+    except PatternRefused:
+        return pattern  # what JSON strings cannot hold, texts can; the worker tries it
+    if size > limits.max_pattern_size:
+        most = limits.max_pattern_size
+        message = (
+            f"The repetitions of the regular expression {pattern[:80]!r} come to {size} steps; at most {most} are allowed."
+        )
+        raise GrammarRefused(message)
+    return pattern
 
 
 def check_tools(tools: Sequence[Tool], limits: GrammarLimits) -> None:

@@ -10,23 +10,33 @@ from grammar.tools import GrammarRefused
 
 Path = tuple[str | int, ...]
 
+MAX_RELAXED_PLACES = 200
+
 
 class Context:
-    """The preparation of one schema. `tool` None: the schema of an answer."""
+    """The preparation of one schema. `tool` None: the schema of an answer. `dropped`: keywords to be left out wherever they
+    stand. `relaxed`: where keywords stand whose meaning the result does not hold, in the order met."""
 
-    def __init__(self, limits: GrammarLimits, tool: str | None) -> None:
+    def __init__(self, limits: GrammarLimits, tool: str | None, dropped: frozenset[str] = frozenset()) -> None:
         self.limits = limits
         self.tool = tool
+        self.dropped = dropped
+        self.relaxed: dict[tuple[str, str], None] = {}
         self._nodes = 0
         self._enum_values = 0
 
-    def refuse(self, what: str, path: Sequence[str | int]) -> NoReturn:
-        """Raises GrammarRefused. `what` goes on after "The schema of ... at ..."."""
+    def relax(self, keyword: str, path: Sequence[str | int]) -> None:
+        """The keyword of the schema at this place will not be held. Past a bound only the keyword is remembered."""
+        pointer = json_pointer(path) if len(self.relaxed) < MAX_RELAXED_PLACES else ""
+        self.relaxed[keyword, pointer] = None
+
+    def refuse(self, what: str, path: Sequence[str | int], *, costly: bool = False) -> NoReturn:
+        """Raises GrammarRefused. `what` goes on after "The schema of ... at ...". `costly`: less of the schema would do."""
         pointer = json_pointer(path)
         whose = "the response format" if self.tool is None else f"tool {self.tool!r}"
         where = f" at {pointer!r}" if pointer else ""
         stop = "" if what.endswith("?") else "."
-        raise GrammarRefused(f"The schema of {whose}{where} {what}{stop}", tool=self.tool, pointer=pointer)
+        raise GrammarRefused(f"The schema of {whose}{where} {what}{stop}", tool=self.tool, pointer=pointer, costly=costly)
 
     def count_node(self, path: Path) -> None:
         """One more schema in the result; merging can make it larger than what was sent."""
@@ -38,7 +48,8 @@ class Context:
         self._enum_values += values
         if self._enum_values > self.limits.max_enum_values:
             most = self.limits.max_enum_values
-            self.refuse(f"has more than {most} enum values in all; take a string with a description instead", path)
+            what = f"has more than {most} enum values in all; take a string with a description instead"
+            self.refuse(what, path, costly=True)
 
 
 def json_pointer(path: Sequence[str | int]) -> str:

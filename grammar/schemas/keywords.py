@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from grammar.pattern import PatternRefused, examine_pattern
+from grammar.pattern import LOOKAHEAD, PatternRefused, can_be_checked, examine_pattern
 from grammar.schemas.context import Context, Path, kind_of
 from grammar.schemas.cost import distinct_prefixes
 from grammar.schemas.merge import Schema
@@ -97,33 +97,46 @@ def string(schema: dict[str, Any], context: Context, path: Path) -> dict[str, An
     """Length limits, pattern or format: XGrammar enforces one of the three, the most telling one stays."""
     lengths = _counts(schema, "minLength", "maxLength", context, path)
     if lengths.get("maxLength", 0) > context.limits.max_counted_length:
+        context.relax("maxLength", path)
         del lengths["maxLength"]
     if "pattern" in schema:
-        text = checked_pattern(schema["pattern"], context, (*path, "pattern"))
-        if text not in _ANYTHING:
+        text = checked_pattern(schema["pattern"], context, (*path, "pattern"), relaxable=True)
+        if text is not None and text not in _ANYTHING:
+            for beside in (*lengths, *(("format",) if schema.get("format") in _FORMATS else ())):
+                context.relax(beside, path)
             return {"pattern": text}
     if schema.get("format") in _FORMATS:
+        for beside in lengths:
+            context.relax(beside, path)
         return {"format": schema["format"]}
     return lengths
 
 
-def checked_pattern(value: object, context: Context, path: Path) -> str:
-    """A pattern in the form XGrammar needs."""
+def checked_pattern(value: object, context: Context, path: Path, *, relaxable: bool = False) -> str | None:
+    """A pattern in the form XGrammar needs. `relaxable`: None, with a note, for one that it cannot hold but a validator can."""
     if not isinstance(value, str):
         context.refuse(f"has a pattern that is {kind_of(value)} instead of a string", path)
+    why = ""
+    info = None
     if len(value) > context.limits.max_pattern_length:
-        context.refuse(f"has a pattern longer than {context.limits.max_pattern_length} characters", path)
-    try:
-        info = examine_pattern(value)
-    except PatternRefused as refused:
-        context.refuse(f"has the pattern {value[:80]!r}, which {refused.message}", path)
-    if info.size > context.limits.max_pattern_size:
-        most = context.limits.max_pattern_size
-        context.refuse(
+        why = f"has a pattern longer than {context.limits.max_pattern_length} characters"
+    else:
+        try:
+            info = examine_pattern(value)
+        except PatternRefused as refused:
+            why = f"has the pattern {value[:80]!r}, which {refused.message}"
+    if info is not None and info.size > context.limits.max_pattern_size:
+        why = (
             f"has the pattern {value[:80]!r}, whose repetitions come to {info.size} steps; "
-            f"at most {most} are allowed, use minLength and maxLength for lengths",
-            path,
+            f"at most {context.limits.max_pattern_size} are allowed, use minLength and maxLength for lengths"
         )
+    if info is None or why:
+        if not relaxable or not can_be_checked(value):
+            context.refuse(why, path)
+        context.relax(str(path[-1]), path[:-1])
+        return None
+    if relaxable and LOOKAHEAD.search(value):
+        context.relax(str(path[-1]), path[:-1])
     return info.text
 
 
@@ -149,16 +162,21 @@ def number(schema: dict[str, Any], types: list[str], context: Context, path: Pat
     if multiple is not None and multiple <= 0:
         context.refuse("has a multipleOf that is not above 0", (*path, "multipleOf"))
     if multiple is not None and (not integral or multiple != int(multiple)):
-        del out["multipleOf"]  # cannot be enforced
+        context.relax("multipleOf", path)
+        del out["multipleOf"]
     if integral:
         out = {key: _whole(key, value) for key, value in out.items()}
     low = max([out.get("minimum", -math.inf), _above(out.get("exclusiveMinimum"), integral)])
     high = min([out.get("maximum", math.inf), _below(out.get("exclusiveMaximum"), integral)])
     if low > high or (low == high and not integral and ("exclusiveMinimum" in out or "exclusiveMaximum" in out)):
         context.refuse("has a minimum above its maximum, so no number fits", path)
-    if low > _INT64 or high < -_INT64:
-        context.refuse("has a bound beyond 64 bits, which cannot be enforced", path)
-    return {key: value for key, value in out.items() if key == "multipleOf" or abs(value) <= _INT64}
+    for key, value in list(out.items()):
+        # A bound that no number of 64 bits reaches says nothing of those; any other has to be checked.
+        if key != "multipleOf" and abs(value) > _INT64:
+            if (value > 0) == key.endswith("inimum"):
+                context.relax(key, path)
+            del out[key]
+    return out
 
 
 def _whole(key: str, value: float) -> int:
@@ -214,8 +232,11 @@ def object_(schema: dict[str, Any], visit: Visit, context: Context, path: Path) 
         rest = visit(rest, (*path, "additionalProperties"))
     patterns: dict[str, Schema] = {}
     for pattern, value in _subschemas(schema, "patternProperties", visit, context, path).items():
-        if value is not False:
-            patterns[checked_pattern(pattern, context, (*path, "patternProperties", pattern))] = value
+        text = checked_pattern(pattern, context, (*path, "patternProperties", pattern))
+        if value is not False and text is not None:
+            patterns[text] = value
+    if patterns and (properties or len(patterns) > 1 or schema.get("additionalProperties", True) is not False):
+        context.relax("patternProperties", path)  # of a name that more than one of them describes, one description is held
     for name, value in list(properties.items()):
         if value is False:
             if name in required:
@@ -250,8 +271,13 @@ def object_(schema: dict[str, Any], visit: Visit, context: Context, path: Path) 
         out["required"] = required
     if patterns:
         out["patternProperties"] = patterns
+    if "propertyNames" in schema and (properties or patterns):
+        context.relax("propertyNames", path)
     if "propertyNames" in schema and not properties:
         out["propertyNames"] = visit(schema["propertyNames"], (*path, "propertyNames"))
+        if out["propertyNames"] is False:  # no name is allowed, so there are no properties
+            patterns, rest = {}, False
+            out.pop("patternProperties", None)
         if out["propertyNames"] in (True, False):
             del out["propertyNames"]
     if rest is not None:

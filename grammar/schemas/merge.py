@@ -5,6 +5,7 @@ XGrammar 0.2.9 ignores everything that stands beside these keywords; JSON Schema
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -21,13 +22,15 @@ ANNOTATIONS = frozenset(
 """Keywords that say nothing about which values are valid."""
 _LARGER = frozenset(("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties"))
 _SMALLER = frozenset(("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"))
+_INTERSECTED = frozenset(("type", "enum", "const", "required", "properties", "additionalProperties"))
 _SUBSCHEMAS = frozenset(("items", "additionalItems", "propertyNames", "unevaluatedProperties", "unevaluatedItems"))
 
 
-def merge(first: Schema, second: Schema) -> Schema:
+def merge(first: Schema, second: Schema, lost: Callable[[str], None] = lambda keyword: None) -> Schema:
     """A schema that allows what both allow. False when they exclude each other.
 
-    Where one keyword cannot hold both (two patterns, two anyOf), the first one's stays: the result may then allow more.
+    Where one keyword cannot hold both (two patterns, two anyOf), the first one's stays: the result may then allow more, and
+    `lost` is told the keyword.
     """
     if isinstance(first, bool):
         return second if first else False
@@ -48,6 +51,12 @@ def merge(first: Schema, second: Schema) -> Schema:
                 **merged[key],
                 **{name: both(merged[key][name], child) if name in merged[key] else child for name, child in value.items()},
             }
+        elif key not in _INTERSECTED and merged[key] != value:
+            lost(key)
+    for one, other in ((first, second), (second, first)):
+        # Items behind the fixed ones: which those are, the other side says.
+        if _fixes_items(one) and not _fixes_items(other) and ("items" in other or "additionalItems" in other):
+            lost("items")
     if "type" in first and "type" in second:
         types = _common_types(first["type"], second["type"])
         if not types:
@@ -57,6 +66,10 @@ def merge(first: Schema, second: Schema) -> Schema:
         return False
     _merge_required(merged, first, second)
     return merged if _merge_properties(merged, first, second) else False
+
+
+def _fixes_items(schema: dict[str, Any]) -> bool:
+    return "prefixItems" in schema or isinstance(schema.get("items"), list)
 
 
 def both(first: Any, second: Any) -> Any:

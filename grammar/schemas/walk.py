@@ -9,9 +9,11 @@ import msgspec
 from grammar.schemas import keywords
 from grammar.schemas.context import Context, Path, kind_of
 from grammar.schemas.cost import counting_milliseconds, estimated_milliseconds
+from grammar.schemas.exclusive import exclusive
 from grammar.schemas.finite import can_end
 from grammar.schemas.merge import Schema, merge
 from grammar.schemas.references import References, constraints_beside
+from grammar.schemas.unenforced import UNENFORCED
 
 _COMBINATORS = ("anyOf", "oneOf")
 _SHOWN_LEVELS = 8
@@ -76,7 +78,7 @@ class _Walk:
             self._context.refuse("requires itself without end, so no finite value fits", ())
         if estimated_milliseconds(prepared) + counting_milliseconds(prepared) > self._context.limits.max_compile_milliseconds:
             what = "would take too long to compile; send fewer optional properties, enum values or pattern repetitions"
-            self._context.refuse(what, ())
+            self._context.refuse(what, (), costly=True)
         return prepared
 
     def _as_object(self, root: dict[str, Any]) -> Schema:
@@ -94,6 +96,7 @@ class _Walk:
             return schema
         if not isinstance(schema, dict):
             self._context.refuse(f"has {kind_of(schema)} where a schema (an object or a boolean) belongs", path)
+        schema = self._without_what_is_not_held(schema, path)
         combined, inlined = self._combined(schema, path, frozenset(), 0)
         if isinstance(combined, bool):
             return combined
@@ -108,6 +111,8 @@ class _Walk:
             return target if isinstance(target, bool) else {"$ref": self._references.named(target, where)}
         for key in _COMBINATORS:
             if key in combined:
+                if key == "oneOf" and not exclusive(combined[key]):
+                    self._context.relax("oneOf", path)
                 branches = [visit(branch, (*path, key, i)) for i, branch in enumerate(combined[key])]
                 return _alternatives(branches)
         return self._plain(combined, path, visit)
@@ -159,14 +164,14 @@ class _Walk:
                 if where in inlined:
                     self._context.refuse(f"has a circular $ref: {current['$ref']!r} leads back to itself", path)
                 inlined = inlined | {where}
-                current = merge(target, beside)
+                current = self._merged(target, beside, path)
             elif "allOf" in current:
                 branches = self._branches(current, "allOf", path)
                 current = {key: value for key, value in current.items() if key != "allOf"}
                 for i, branch in enumerate(branches):
                     self._context.count_node((*path, "allOf", i))
                     resolved, inlined = self._inlined(branch, (*path, "allOf", i), inlined, rounds)
-                    current = merge(current, resolved)
+                    current = self._merged(current, resolved, path)
                     self._check_width(current, path)
             else:
                 return self._distributed(current, path, inlined, rounds)
@@ -178,12 +183,27 @@ class _Walk:
             if where in inlined:
                 return True, inlined  # it is being merged right here: it adds nothing
             inlined = inlined | {where}
-            branch, path = merge(target, constraints_beside(branch, "$ref")), where
+            branch, path = self._merged(target, constraints_beside(branch, "$ref"), path), where
         if isinstance(branch, dict) and ("allOf" in branch or "$ref" in branch):
             return self._combined(branch, path, inlined, rounds)
         if not isinstance(branch, dict | bool):
             self._context.refuse(f"has {kind_of(branch)} where a schema (an object or a boolean) belongs", path)
         return branch, inlined
+
+    def _without_what_is_not_held(self, schema: dict[str, Any], path: Path) -> dict[str, Any]:
+        """Without the keywords that no grammar holds, and those that are dropped for what they would cost."""
+        gone = [key for key in schema if key in UNENFORCED or key in self._context.dropped]
+        for key in gone:
+            self._context.relax(key, path)
+        return {key: value for key, value in schema.items() if key not in gone} if gone else schema
+
+    def _merged(self, first: Schema, second: Schema, path: Path) -> Schema:
+        """Both at once; keywords of which only one can be held are noted."""
+        if isinstance(first, dict):
+            first = self._without_what_is_not_held(first, path)
+        if isinstance(second, dict):
+            second = self._without_what_is_not_held(second, path)
+        return merge(first, second, lambda keyword: self._context.relax(keyword, path))
 
     def _check_width(self, merged: Schema, path: Path) -> None:
         """Keeps a merge of thousands of branches from taking a time that is quadratic in them."""
@@ -209,7 +229,10 @@ class _Walk:
                 self._context.count_node((*path, key, i))
                 resolved, here = self._inlined(branch, (*path, key, i), inlined, rounds)
                 everything = everything | here
-                merged.append(merge(beside, resolved))
+                merged.append(self._merged(beside, resolved, path))
+            if key == "oneOf" and not exclusive(branches):
+                # Merged branches come out as anyOf, wherever they go from here.
+                self._context.relax("oneOf", path)
             return {key: merged}, everything
         return schema, inlined
 

@@ -1,12 +1,14 @@
 """What command line, environment and file together make of `turnkeep serve`."""
 
 import dataclasses
+import pickle
 
 import pytest
 from click.testing import CliRunner
 
 import cli.serve
 from cli.config import ConfigError, all_settings, engine_arguments, load_file
+from cli.discovery import found_workers
 from cli.engine import command as engine_command
 from cli.main import cli as turnkeep
 from gateway.workers.spec import WorkerSpec
@@ -209,3 +211,15 @@ def test_plans_keep_keys_out_of_logs(plan):
     assert "sk-secret" not in repr(shared)
     assert (shared.redis.shown, shared.redis.ttl) == ("redis://h:7/1", 60.0)
     assert plan().redis is None
+
+
+def test_a_plan_for_several_processes_can_be_handed_to_them(plan):
+    made = plan("--processes", 3, "--worker", "dns://workers.example:8000", "--redis", "redis://10.0.0.1:6379/0")
+    assert made.processes == 3
+    assert made.pool.router.agree is True
+    assert plan().pool.router.agree is False
+    assert plan("--processes", 2, "--router-agree", "false").pool.router.agree is False
+    # Sources are made anew in each process, from what the options say.
+    handed = pickle.loads(pickle.dumps(dataclasses.replace(made, sources=())))
+    assert (handed.gateway, handed.pool, handed.redis) == (made.gateway, made.pool, made.redis)
+    assert len(found_workers(handed.discovery)[1]) == len(made.sources) == 1

@@ -115,17 +115,19 @@ class Cluster:
         await self.until(up, 120)
 
     async def kill_at_random(self, kills, pause, dice, done, spared):
-        """Kills workers one after the other, each started again at once, until there were enough or `done` is set. At least
-        `spared` are up at any time: with nobody there, new requests are turned away at once, as they should be."""
+        """Kills workers at work one after the other, each started again at once, until there were enough or `done` is set. At
+        least `spared` are up at any time: with nobody there, new requests are turned away at once, as they should be."""
         restarts = []
         while self.kills < kills and not done.is_set():
             alive = [replica for replica in self.replicas if replica.process.returncode is None and replica.instance]
-            if len(alive) > spared:
-                victim = dice.choice(alive)
-                victim.instance = None
-                await victim.kill()
-                self.kills += 1
-                restarts.append(asyncio.create_task(victim.start()))
+            victim = dice.choice(alive) if len(alive) > spared else None
+            if victim is None or not (await victim.stats()).running:
+                await asyncio.sleep(0.05)
+                continue
+            victim.instance = None
+            await victim.kill()
+            self.kills += 1
+            restarts.append(asyncio.create_task(victim.start()))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause * dice.uniform(0.5, 1.5)):
                     await done.wait()

@@ -57,13 +57,29 @@ class Answer:
 
     def said(self):
         return {
-            index: (choice.content, choice.reasoning, tuple(choice.calls.values()), choice.finish, choice.logprobs)
+            index: (choice.content, choice.reasoning, tuple(choice.calls.values()), choice.finish, tokens_of(choice))
             for index, choice in sorted(self.choices.items())
         }, (self.prompt_tokens, self.completion_tokens)
+
+    def equals(self, other):
+        """The same text, calls, tokens, ends and usage; log-probabilities but for the last bits, in which a prompt computed at
+        once and one computed token by token may differ."""
+        if self.said() != other.said():
+            return False
+        pairs = [
+            (mine[1], its[1])
+            for index, choice in self.choices.items()
+            for mine, its in zip(choice.logprobs, other.choices[index].logprobs, strict=True)
+        ]
+        return all(abs(mine - its) < 1e-3 for mine, its in pairs)
 
     @property
     def complete(self):
         return self.error is None and bool(self.choices) and all(choice.finish for choice in self.choices.values())
+
+
+def tokens_of(choice):
+    return [token for token, _ in choice.logprobs]
 
 
 async def ask(session, url, body, headers=None, on_event=lambda answer: None, pace=0.0):
@@ -123,7 +139,7 @@ def take(answer, event):
             function = call.get("function", {})
             choice.calls[call["index"]] = (name + (function.get("name") or ""), arguments + (function.get("arguments") or ""))
         if part.get("logprobs"):
-            choice.logprobs += [(one["token"], round(one["logprob"], 3)) for one in part["logprobs"]["content"]]
+            choice.logprobs += [(one["token"], one["logprob"]) for one in part["logprobs"]["content"]]
         choice.finish = part["finish_reason"] or choice.finish
 
 

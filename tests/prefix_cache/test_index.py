@@ -261,6 +261,7 @@ def test_random_churn_of_many_workers_keeps_the_books():
         slot = index._slots.get(name)
         masks = [mask >> slot.shift & 31 for mask in index._masks.values()] if slot else []
         assert index.blocks(name) == sum(mask & 15 > 0 for mask in masks)
+        assert index._lower_blocks == sum(each.lower for each in index._slots.values())
         assert slot is None or slot.lower == sum((mask >> 1 & 7).bit_count() for mask in masks)
 
 

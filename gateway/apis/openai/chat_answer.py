@@ -44,6 +44,7 @@ class ChatAnswer:
         self._prompt_ids = prompt_ids
         self._envelope = {"id": turn.request_id, "created": created, "model": model.name, "system_fingerprint": fingerprint}
         self._withheld: dict[int, _Withheld] = {}
+        self._warnings: tuple[str, ...] = ()
 
     @property
     def identity(self) -> AnswerIdentity:
@@ -62,9 +63,13 @@ class ChatAnswer:
         }
         if self._options.return_token_ids:
             body["prompt_token_ids"] = self._prompt_ids
+        warnings = [*running.warnings, *(said for state in running.choices for said in state.violations)]
+        if warnings:
+            body["warnings"] = warnings
         return body
 
     def opening(self, running: RunningTurn) -> bytes:
+        self._warnings = running.warnings
         opening = {"role": "assistant", "content": ""}
         frames = []
         for state in running.choices:
@@ -80,7 +85,8 @@ class ChatAnswer:
             choice = self._delta_choice(event.index, {}, withheld)
             choice["finish_reason"] = event.finish_reason
             choice["stop_reason"] = event.stop_reason
-            return self._chunk([choice])
+            warnings = [*self._warnings, *event.violations]
+            return self._chunk([choice], **({"warnings": warnings} if warnings else {}))
         return self._deltas(event, withheld)
 
     def closing(self, running: RunningTurn) -> bytes:

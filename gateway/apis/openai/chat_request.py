@@ -9,10 +9,11 @@ from typing import Annotated, Any
 import msgspec
 
 from gateway.apis.bodies import fit, unknown_fields
+from gateway.apis.openai.answer_format import parse_answer_format
 from gateway.apis.openai.messages import Message, normalise
 from gateway.apis.openai.reasoning import ReasoningWish, parse_reasoning
 from gateway.apis.openai.sampling import INT32_MAX, SamplingFields, bad_field, sampling_params
-from gateway.apis.openai.tools import parse_response_format, parse_tool_choice, parse_tools
+from gateway.apis.openai.tools import parse_tool_choice, parse_tools
 from gateway.models import ServedModel
 from gateway.rendering import RESERVED_VARIABLES
 from gateway.thinking import exempt_while, shown_while
@@ -33,9 +34,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    response_format: Any = None
-    guided_json: Any = None
-    structured_outputs: Any = None
+    max_tool_calls: _AtLeastOne | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     reasoning: Any = None
@@ -72,7 +71,7 @@ def parse_chat(
     warnings.extend(unknown_fields(body, ChatRequest))
     messages = normalise(fields.messages, warnings)
     tools = parse_tools(fields.tools, warnings)
-    choice = parse_tool_choice(fields.tool_choice, fields.parallel_tool_calls, tools)
+    choice = parse_tool_choice(fields.tool_choice, fields.parallel_tool_calls, tools, fields.max_tool_calls)
     if fields.top_logprobs is not None and fields.top_logprobs > 0 and not fields.logprobs:
         raise bad_field("top_logprobs", "it needs logprobs to be true")
     by_new_name = fields.max_completion_tokens is not None
@@ -105,7 +104,7 @@ def parse_chat(
         messages=messages,
         tools=tools,
         tool_choice=choice,
-        response_format=parse_response_format(fields.response_format, fields.guided_json, fields.structured_outputs),
+        response_format=parse_answer_format(fields),
         sampling=sampling,
         stream=bool(fields.stream),
         priority=fields.priority or 0,

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import msgspec
 
 from gateway.apis.bodies import fit, unknown_fields
+from gateway.apis.openai.answer_format import parse_answer_format
 from gateway.apis.openai.sampling import INT32_MAX, SamplingFields, bad_field, sampling_params
-from gateway.apis.openai.tools import parse_response_format
 from gateway.models import ServedModel
 from gateway.turn import SessionRef, Turn
 from sessions.identity import scoped_salt
@@ -27,9 +27,6 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     echo: bool | None = None
     suffix: str | None = None
     best_of: Annotated[int, msgspec.Meta(ge=1, le=INT32_MAX)] | None = None
-    response_format: Any = None
-    guided_json: Any = None
-    structured_outputs: Any = None
 
 
 TextOrIds = str | list[int]
@@ -83,7 +80,7 @@ def parse_completion(
         model=model.name,
         session=session,
         messages=(),
-        response_format=parse_response_format(fields.response_format, fields.guided_json, fields.structured_outputs),
+        response_format=parse_answer_format(fields),
         sampling=sampling,
         stream=bool(fields.stream),
         priority=fields.priority or 0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -21,11 +22,11 @@ from gateway.apis.openai.rendered import rendered
 from gateway.apis.openai.sampling import bad_field
 from gateway.apis.openai.tokenizing import detokenize, tokenize
 from gateway.config import HttpConfig
+from gateway.grammars import make_plan
 from gateway.histories.keeper import TurnHistory
 from gateway.models import ServedModel
 from gateway.passthrough.endpoint import PassThrough
 from gateway.pipeline import Pipeline
-from gateway.prompts import structural_tag
 from gateway.turn import Prompt, SessionRef, Turn, TurnError
 from gateway.workers.protocol import WorkerInfo
 from prefix_cache.hashing import unpack_tokens
@@ -148,19 +149,19 @@ class OpenAIRoutes:
     async def _completion_prompts(
         self, model: ServedModel, turn: Turn, options: CompletionOptions, info: WorkerInfo
     ) -> list[Prompt]:
-        grammar = structural_tag(model, turn)
+        plan = make_plan(model, turn)
         prompts: list[Prompt] = []
         for position, given in enumerate(options.prompts):
             field = "prompt" if len(options.prompts) == 1 else f"prompt[{position}]"
             if isinstance(given, str):
                 prompt = await self._pipeline.prompts.from_text(
-                    model, given, info, cache_salt=turn.cache_salt, grammar=grammar, field=field
+                    model, given, info, cache_salt=turn.cache_salt, grammar=plan.source, field=field
                 )
             else:
                 prompt = self._pipeline.prompts.from_ids(
-                    model, given, info, cache_salt=turn.cache_salt, grammar=grammar, field=field
+                    model, given, info, cache_salt=turn.cache_salt, grammar=plan.source, field=field
                 )
-            prompts.append(prompt)
+            prompts.append(replace(prompt, unenforced=plan.unenforced))
         return prompts
 
     async def embeddings(self, request: web.Request) -> web.StreamResponse:

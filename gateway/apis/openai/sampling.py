@@ -52,6 +52,15 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: Annotated[str, msgspec.Meta(max_length=1024)] | None = None
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=INT32_MAX)] | None = None
     return_token_ids: bool | None = None
+    # What the answer must look like (answer_format.py), as OpenAI, vLLM and SGLang call it.
+    response_format: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
+    regex: Any = None
+    ebnf: Any = None
     # Taken and without effect here; sessions.identity reads some of them.
     user: Any = None
     metadata: Any = None

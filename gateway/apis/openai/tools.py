@@ -8,7 +8,7 @@ import msgspec
 
 from gateway.apis.openai.sampling import bad_field
 from gateway.turn import TurnError
-from grammar.tools import ResponseFormat, Tool, ToolChoice
+from grammar.tools import Tool, ToolChoice
 
 
 def parse_tools(tools: list[Any] | None, warnings: list[str]) -> tuple[Tool, ...]:
@@ -44,8 +44,14 @@ def parse_tools(tools: list[Any] | None, warnings: list[str]) -> tuple[Tool, ...
     return tuple(parsed.values())
 
 
-def parse_tool_choice(choice: Any, parallel: bool | None, tools: tuple[Tool, ...]) -> ToolChoice:
-    """none, auto, required, one named function, or allowed_tools. Raises TurnError 400 for a choice these tools cannot meet."""
+def parse_tool_choice(choice: Any, parallel: bool | None, tools: tuple[Tool, ...], max_calls: int | None = None) -> ToolChoice:
+    """none, auto, required, one named function, or allowed_tools; at most `max_calls` calls. Raises TurnError 400 for a choice
+    these tools cannot meet."""
+    chosen = _choice(choice, parallel, tools)
+    return chosen if max_calls is None else msgspec.structs.replace(chosen, max_calls=max_calls)
+
+
+def _choice(choice: Any, parallel: bool | None, tools: tuple[Tool, ...]) -> ToolChoice:
     in_parallel = parallel is not False
     if choice is None:
         return ToolChoice("auto", parallel=in_parallel)
@@ -102,70 +108,6 @@ def _known(name: object, tools: tuple[Tool, ...], field: str) -> str:
 def _need_tools(tools: tuple[Tool, ...]) -> None:
     if not tools:
         raise bad_field("tool_choice", "it asks for a tool call, and there are no function tools in `tools`; add some")
-
-
-def parse_response_format(value: Any, guided_json: Any = None, structured_outputs: Any = None) -> ResponseFormat:
-    """response_format, or vLLM's older guided_json and structured_outputs.json. Raises TurnError 400."""
-    given = [
-        name
-        for name, field in (
-            ("response_format", value if not _is_text(value) else None),
-            ("guided_json", guided_json),
-            ("structured_outputs", structured_outputs),
-        )
-        if field is not None
-    ]
-    if len(given) > 1:
-        raise bad_field(given[1], f"{given[0]} says already what the answer must look like; keep one of them")
-    if guided_json is not None:
-        return ResponseFormat("json_schema", schema=_schema(guided_json, "guided_json"))
-    if structured_outputs is not None:
-        return _structured_outputs(structured_outputs)
-    if _is_text(value):
-        return ResponseFormat()
-    if not isinstance(value, dict):
-        raise bad_field("response_format", "an object with a type is expected")
-    kind = value.get("type")
-    if kind == "json_object":
-        return ResponseFormat("json_object")
-    if kind == "json_schema":
-        described = value.get("json_schema")
-        if not isinstance(described, dict):
-            raise bad_field("response_format.json_schema", "an object with name and schema is expected")
-        name = described.get("name")
-        if name is not None and not isinstance(name, str):
-            raise bad_field("response_format.json_schema.name", "a string is expected")
-        schema = described.get("schema")
-        if schema is None:
-            return ResponseFormat("json_object", name=name)
-        return ResponseFormat("json_schema", schema=_schema(schema, "response_format.json_schema.schema"), name=name)
-    raise bad_field("response_format.type", 'use "text", "json_object" or "json_schema"')
-
-
-def _is_text(value: Any) -> bool:
-    return value is None or (isinstance(value, dict) and value.get("type") == "text")
-
-
-def _structured_outputs(value: Any) -> ResponseFormat:
-    if not isinstance(value, dict):
-        raise bad_field("structured_outputs", "an object is expected")
-    given = {name: inner for name, inner in value.items() if inner is not None}
-    if given.get("json_object") is True and len(given) == 1:
-        return ResponseFormat("json_object")
-    if set(given) == {"json"}:
-        return ResponseFormat("json_schema", schema=_schema(given["json"], "structured_outputs.json"))
-    raise bad_field("structured_outputs", "only json (a schema) and json_object are supported; give one of them")
-
-
-def _schema(value: Any, field: str) -> dict[str, Any] | bool:
-    if isinstance(value, str):
-        try:
-            value = msgspec.json.decode(value)
-        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
-            raise bad_field(field, "the text is not valid JSON") from error
-    if not isinstance(value, dict | bool):
-        raise bad_field(field, "a JSON Schema (an object or a boolean) is expected")
-    return value
 
 
 def _bad_tool(pointer: str, problem: str) -> TurnError:

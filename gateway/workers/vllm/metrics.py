@@ -5,13 +5,24 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-_SAMPLE = re.compile(
-    rb"^(process_start_time_seconds|vllm:(?:num_requests_running|num_requests_waiting|kv_cache_usage_perc|gpu_cache_usage_perc"
-    rb"|num_preemptions_total|num_preemptions_created|prompt_tokens_total|generation_tokens_total|prefix_cache_hits_total"
-    rb'|request_success_total))(?:\{(?:[^"}]|"(?:[^"\\]|\\.)*")*\})? ([-+0-9.eE]+|NaN|\+Inf)\s*$',
-    re.MULTILINE,
+from gateway.workers.prometheus import Scanner
+
+_SCANNER = Scanner(
+    (
+        "process_start_time_seconds",
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:kv_cache_usage_perc",
+        "vllm:gpu_cache_usage_perc",
+        "vllm:num_preemptions_total",
+        "vllm:num_preemptions_created",
+        "vllm:prompt_tokens_total",
+        "vllm:generation_tokens_total",
+        "vllm:prefix_cache_hits_total",
+        "vllm:request_success_total",
+    )
 )
-_CACHE_INFO = re.compile(rb"^vllm:cache_config_info\{(.*)\} ", re.MULTILINE)
+_CACHE_INFO = b"\nvllm:cache_config_info{"
 _LABEL = re.compile(rb'([A-Za-z_][A-Za-z0-9_]*)="((?:[^"\\]|\\.)*)"')
 
 
@@ -34,21 +45,17 @@ class VllmMetrics:
 
 
 def parse_metrics(text: bytes) -> VllmMetrics | None:
-    """None for a text that has none of vLLM's load gauges. The text is scanned, not parsed: it is asked for every second."""
-    values: dict[bytes, list[float]] = {}
-    for name, value in _SAMPLE.findall(text):
-        number = float(value)
-        if number == number and abs(number) != float("inf"):
-            values.setdefault(name, []).append(number)
-    running, waiting = values.get(b"vllm:num_requests_running"), values.get(b"vllm:num_requests_waiting")
+    """None for a text that has none of vLLM's load gauges."""
+    values = _SCANNER.scan(text)
+    running, waiting = values.get("vllm:num_requests_running"), values.get("vllm:num_requests_waiting")
     if running is None or waiting is None:
         return None
-    usage = values.get(b"vllm:kv_cache_usage_perc") or values.get(b"vllm:gpu_cache_usage_perc") or [0.0]
-    born = values.get(b"process_start_time_seconds") or values.get(b"vllm:num_preemptions_created")
+    usage = values.get("vllm:kv_cache_usage_perc") or values.get("vllm:gpu_cache_usage_perc") or [0.0]
+    born = values.get("process_start_time_seconds") or values.get("vllm:num_preemptions_created")
     block_size, num_blocks = _cache_config(text)
 
-    def total(name: bytes) -> int:
-        return int(sum(values.get(b"vllm:" + name, ())))
+    def total(name: str) -> int:
+        return int(sum(values.get(f"vllm:{name}", ())))
 
     return VllmMetrics(
         running=max(int(sum(running)), 0),
@@ -57,18 +64,19 @@ def parse_metrics(text: bytes) -> VllmMetrics | None:
         life=f"{born[0]:.3f}" if born else "",
         block_size=block_size,
         num_blocks=num_blocks,
-        preemptions=total(b"num_preemptions_total"),
-        prompt_tokens=total(b"prompt_tokens_total"),
-        cached_tokens=total(b"prefix_cache_hits_total"),
-        generated_tokens=total(b"generation_tokens_total"),
-        requests=total(b"request_success_total"),
+        preemptions=total("num_preemptions_total"),
+        prompt_tokens=total("prompt_tokens_total"),
+        cached_tokens=total("prefix_cache_hits_total"),
+        generated_tokens=total("generation_tokens_total"),
+        requests=total("request_success_total"),
     )
 
 
 def _cache_config(text: bytes) -> tuple[int | None, int | None]:
     """Block size, and blocks of all engines together."""
     block_size, blocks = None, 0
-    for labels in _CACHE_INFO.findall(text):
+    for piece in (b"\n" + text).split(_CACHE_INFO)[1:]:
+        labels = piece.partition(b"\n")[0]
         found = dict(_LABEL.findall(labels))
         size, count = found.get(b"block_size", b""), found.get(b"num_gpu_blocks", b"")
         if size.isdigit() and int(size):

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 
 from gateway.workers.protocol import GenerateRequest
-from prefix_cache.hashing import unpack_tokens
 
 _MAX_SALT = 128
 _UNFIT_SALT = frozenset("@/\\\0")
@@ -24,14 +23,6 @@ _SAMPLING = (
     "min_tokens",
     "ignore_eos",
 )
-
-
-def prompt_ids(request: GenerateRequest) -> list[int]:
-    """The prompt's token ids, however the request carries them."""
-    if request.packed_token_ids is not None:
-        ids: list[int] = unpack_tokens(request.packed_token_ids).tolist()
-        return ids
-    return list(request.token_ids or ())
 
 
 def fit_salt(salt: str) -> str:

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 import aiohttp
 import msgspec
 
-from gateway.workers.base import WorkerRefusedError, WorkerUnavailableError
-from gateway.workers.protocol import (
-    Chunk,
-    Done,
-    ErrorDetail,
-    Finished,
-    FinishReason,
-    Started,
-    TokenLogprob,
-    Tokens,
-)
-from gateway.workers.sse import SseReader
-from gateway.workers.transport import BUSY, NOT_THE_CLIENTS_FAULT
+from gateway.workers.protocol import Done, Finished, FinishReason, Started, TokenLogprob, Tokens
+from gateway.workers.sse_chunks import NO_ERROR, SseChunks, error_parts
 
-_END_OF_BODY_SECONDS = 0.5
 _EVENT_BYTES = 2**20
 # vLLM repeats the prompt's ids in the first event of each choice.
 _EVENT_BYTES_PER_PROMPT_TOKEN = 16
@@ -58,10 +43,6 @@ class _Usage(msgspec.Struct):
     prompt_tokens_details: _Cached | None = None
 
 
-NO_ERROR = msgspec.Raw(b"null")
-"""For fields that are absent where nothing went wrong: msgspec takes no union of Raw and None."""
-
-
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
@@ -74,7 +55,7 @@ class _Event(msgspec.Struct):
 _EVENTS = msgspec.json.Decoder(_Event)
 
 
-class CompletionStream:
+class CompletionStream(SseChunks):
     """A `ChunkStream` over /v1/completions with return_token_ids. What vLLM does not say is measured here: prefill seconds run
     from acceptance to the first token. `copies`: choices that are all the same, of which vLLM was asked for one."""
 
@@ -87,58 +68,19 @@ class CompletionStream:
         copies: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._reader = SseReader(
-            response, f"the stream of worker {url}", _EVENT_BYTES + _EVENT_BYTES_PER_PROMPT_TOKEN * len(prompt)
-        )
-        self._url = url
+        super().__init__(response, url, _EVENT_BYTES + _EVENT_BYTES_PER_PROMPT_TOKEN * len(prompt), clock)
         self._prompt = prompt
         self._copies = copies
-        self._clock = clock
-        self._accepted_at = clock()
-        self._first_at: float | None = None
-        self._ready: deque[Chunk] = deque()
         self._usage: _Usage | None = None
         self._generated = 0
-        self._ended = False
-
-    def __aiter__(self) -> CompletionStream:
-        return self
-
-    async def __anext__(self) -> Chunk:
-        while not self._ready:
-            if self._ended:
-                raise StopAsyncIteration
-            data = await self._reader.read()
-            if data is None:
-                raise self._broken("ended in the middle")
-            self._take(data)
-        return self._ready.popleft()
-
-    def close(self) -> None:
-        self._reader.lines.close()
-
-    async def finish(self) -> None:
-        try:
-            async with asyncio.timeout(_END_OF_BODY_SECONDS):
-                whole = self._ended and await self._reader.lines.finish()
-        except TimeoutError:
-            whole = False
-        if whole:
-            self._reader.lines.release()
-        else:
-            self._reader.lines.close()
 
     def _take(self, data: bytes) -> None:
-        if data.strip() == b"[DONE]":
-            self._done()
-            return
         try:
             event = _EVENTS.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise self._broken(f"sent an event that is none of vLLM's: {error}") from error
         if bytes(event.error) != b"null" or event.object == "error":
-            self._failed(event)
-            return
+            raise self._failed(*error_parts(event.error, event.message, event.code))
         if self._first_at is None and event.choices:
             self._first_at = self._clock()
             self._ready.append(Started(len(self._prompt), 0, 0.0, cached_known=False))
@@ -188,13 +130,6 @@ class CompletionStream:
             raise self._broken("sent logprobs of texts, not of token ids") from error
         return tuple(sorted(pairs, key=lambda pair: -pair[1]))
 
-    def _failed(self, event: _Event) -> None:
-        status, message, param = error_parts(event.error, event.message, event.code)
-        if self._first_at is None and is_refusal(status):
-            # Accepted with a 200, looked at only then: nothing has been generated, and no other vLLM would take it.
-            raise WorkerRefusedError(status, error_detail(message, param))
-        raise WorkerUnavailableError(f"worker {self._url} broke off its answer: {message}", reached=True, busy=status in BUSY)
-
     def _done(self) -> None:
         if self._first_at is None:
             raise self._broken("ended without an answer")
@@ -214,44 +149,3 @@ class CompletionStream:
                 cached_known=cached is not None,
             )
         )
-
-    def _broken(self, how: str) -> WorkerUnavailableError:
-        self.close()
-        return WorkerUnavailableError(f"the stream of worker {self._url} {how}", reached=True)
-
-
-def is_refusal(status: int) -> bool:
-    """True for an answer that another worker would give as well."""
-    return 400 <= status < 500 and status not in NOT_THE_CLIENTS_FAULT and status not in BUSY
-
-
-class _ErrorBody(msgspec.Struct):
-    message: str = ""
-    param: str | None = None
-    code: int | str | None = None
-
-
-_ERROR_BODIES = msgspec.json.Decoder(_ErrorBody)
-
-
-def error_parts(raw: msgspec.Raw, message: str, code: Any, status: int = 500) -> tuple[int, str, str | None]:
-    """Status, sentence and parameter of an error in OpenAI's shape, or in vLLM's older flat one."""
-    param = None
-    if bytes(raw) != b"null":
-        try:
-            body = _ERROR_BODIES.decode(raw)
-            message, code, param = body.message or message, body.code if body.code is not None else code, body.param
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            message = message or bytes(raw)[:200].decode("utf-8", "replace")
-    if isinstance(code, int) and 400 <= code < 600:
-        status = code
-    return status, message[:2000] or "no reason given", param
-
-
-def error_detail(message: str, param: str | None) -> ErrorDetail:
-    """A refusal in the words of the worker protocol."""
-    if param == "input_tokens" or "maximum context length" in message:
-        return ErrorDetail("context_length_exceeded", message)
-    if param is not None and param.startswith("structured_outputs"):
-        return ErrorDetail("invalid_grammar", message, "grammar")
-    return ErrorDetail("invalid_request", message, param)

@@ -147,7 +147,7 @@ async def test_bodies_that_are_no_json_object(gateway, raw, words):
         ),
         ({"guided_json": "{"}, "guided_json", "not valid JSON"),
         ({"guided_json": {}, "response_format": {"type": "json_object"}}, "guided_json", "keep one"),
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "only json"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "exactly one"),
     ],
 )
 async def test_fields_that_make_no_sense(gateway, fields, param, words):

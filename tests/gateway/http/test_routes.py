@@ -7,6 +7,8 @@ import pytest
 from aiohttp import web
 
 from gateway.access.config import AuthConfig
+from gateway.admission.buckets import Buckets
+from gateway.admission.limits import RateLimits
 from gateway.apis.arrivals import Arrivals
 from gateway.apis.routes import RouteRoutes
 from gateway.auth import ApiKeys
@@ -22,7 +24,7 @@ from gateway.turn import SessionRef, TurnError
 from prefix_cache.events import Snapshot
 from prefix_cache.hashing import block_digests, join_digests
 from prefix_cache.index import ResidencyIndex
-from sessions.identity import tenant_of
+from sessions.identity import bounded_key, tenant_of
 
 ROOT = bytes(16)
 
@@ -73,7 +75,7 @@ async def serving(log, keys=()):
 
     config = GatewayConfig(models=(ModelConfig("m", "."),), auth=AuthConfig(keys=tuple(keys)))
     app = web.Application(middlewares=[errors])
-    RouteRoutes(log, Arrivals(config, ApiKeys(config.auth), StageTimes())).add_to(app.router)
+    RouteRoutes(log, Arrivals(config, ApiKeys(config.auth), RateLimits(Buckets()), StageTimes())).add_to(app.router)
     async with HttpServer(app, HttpConfig(port=0)) as server, aiohttp.ClientSession() as http:
 
         async def get(path, key=None):
@@ -165,3 +167,12 @@ async def test_the_ring_is_bounded():
         routed.turn(number, first=0.1, prefill=0.05)
     assert len(routed.router.log) == 10
     assert [decision.request_id for decision in routed.router.log.newest()] == [f"r{n}" for n in range(49, 39, -1)]
+
+
+async def test_a_session_is_asked_for_by_its_own_name_also_where_that_is_kept_as_a_digest():
+    routed, name = Routed(), "n" * 200
+    routed.turn(1, session=bounded_key(name))
+    routed.turn(2, session="another")
+    async with serving(routed.router.log) as get:
+        _, body = await get("/v1/routes?session=" + name)
+    assert [row["request"] for row in body["data"]] == ["r1"]

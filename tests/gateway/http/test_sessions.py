@@ -340,3 +340,35 @@ async def test_turns_that_reuse_all_they_could_are_no_misses(gateway):
     await gateway.chat(messages=[long, said("Hello there"), user("b")], headers=S)
     misses = (await get(gateway, "/v1/sessions/s1/misses"))["data"]
     assert (await get(gateway, "/v1/sessions/s1"))["misses"] == len(misses)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [".", "..", "a/../b", "//", "%2F", "x/misses", "misses", "fork", "pin", "a?b#c&d=e", "é 日本", "x" * 10_240, "a\x00\nb"],
+)
+async def test_a_session_of_any_name_is_reached_by_a_query(gateway, name):
+    """Clients tidy paths before they send them: `.` and `..` never arrive."""
+    await gateway.chat(messages=[user("hi")], session_id=name)
+    (session,) = (await get(gateway, "/v1/sessions"))["data"]
+    query = {"params": {"id": session["id"]}}
+    assert (await get(gateway, "/v1/sessions", **query))["branches"][0]["messages"] == 1
+    assert (await get(gateway, "/v1/sessions/misses", **query))["session"] == session["id"]
+    await get(gateway, "/v1/sessions/pin", method="POST", status=202, **query)
+    forked = await get(gateway, "/v1/sessions/fork", method="POST", json={"session_id": "copy"}, status=201, **query)
+    assert forked["parent"] == session["id"]
+    assert (await get(gateway, "/v1/sessions", method="DELETE", **query))["deleted"] is True
+    assert [each["id"] for each in (await get(gateway, "/v1/sessions"))["data"]] == ["copy"]
+
+
+async def test_a_session_may_be_called_as_an_endpoint_is(gateway):
+    await gateway.chat(messages=[user("hi")], session_id="misses")
+    assert (await get(gateway, "/v1/sessions/misses"))["id"] == "misses"
+    assert (await get(gateway, "/v1/sessions/misses/misses"))["session"] == "misses"
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "?id="), ("DELETE", ""), ("DELETE", "?id="), ("POST", "/fork"), ("POST", "/pin?id=")]
+)
+async def test_a_request_that_names_no_session_says_how_to(gateway, method, path):
+    answer = await get(gateway, "/v1/sessions" + path, method=method, status=400)
+    assert answer["error"]["message"] == "id: name a session, as /v1/sessions/ID or with ?id=ID."

@@ -541,3 +541,18 @@ def test_whatever_happens_to_routes_nothing_stays_expected(data):
         route.abandoned()
     cluster.index.expire(cluster.now + 100)
     assert cluster.index.predicted_blocks == 0
+
+
+def test_the_way_to_a_worker_is_part_of_its_estimate():
+    cluster = Cluster("ab", spread=0)
+    for seed in range(60):
+        for name in "ab":
+            route = cluster.route(tokens(500, seed), exclude=set("ab") - {name})
+            route.started(0, queue_seconds=0.1)
+            cluster.now += 0.15 + (0.4 if name == "a" else 0.0)
+            route.computed(0)
+            route.finished(prefill_seconds=0.05)
+    standings = cluster.router.standings()
+    assert standings["a"].latency == pytest.approx(0.4, rel=0.05)
+    assert standings["b"].latency == pytest.approx(0.0, abs=1e-6)
+    assert {cluster.route(tokens(500, 1000 + n)).receipt.worker for n in range(3)} == {"b"}

@@ -37,8 +37,9 @@ class RawWorker:
 
     def __init__(self, kind, script=(), model="m", life="1"):
         self.kind, self.script, self.model, self.life = kind, list(script), model, life
-        self.requests, self.heads, self.adapters, self.posts, self.sent = [], [], [], 0, 0
+        self.aborted, self.requests, self.heads, self.adapters, self.posts, self.sent = [], [], [], [], 0, 0
         self.left = asyncio.Event()
+        self.page_size = 4
         self._server = None
         self._open = set()
 
@@ -70,7 +71,8 @@ class RawWorker:
                     writer.write(self._get(path))
                     await writer.drain()
                     continue
-                if path == "/v1/abort":
+                if path in ("/v1/abort", "/abort_request"):
+                    self.aborted.append(body)
                     writer.write(whole(b'{"aborted":false}'))
                     continue
                 self.posts += 1
@@ -122,7 +124,11 @@ class RawWorker:
             "/v1/models": json.dumps(
                 {"data": [self._card(self.model), *(self._card(a, self.model) for a in self.adapters)]}
             ).encode(),
-            "/metrics": vllm_metrics(self.life),
+            "/metrics": sglang_metrics(self.life) if self.kind == "sglang" else vllm_metrics(self.life),
+            "/get_model_info": b'{"model_path":"x"}',
+            "/get_server_info": json.dumps(
+                {"page_size": self.page_size, "max_total_num_tokens": 400, "max_running_requests": 7, "random_seed": 1}
+            ).encode(),
         }
         found = answers.get(path.split("?")[0])
         return whole(found) if found is not None else whole(b"", 404)
@@ -136,4 +142,13 @@ def vllm_metrics(life="1", running=0, waiting=0, block_size=4):
         f"vllm:num_requests_running{engine} {running}.0\nvllm:num_requests_waiting{engine} {waiting}.0\n"
         f"vllm:kv_cache_usage_perc{engine} 0.25\n"
         f'vllm:cache_config_info{{_x="a}}b\\"",block_size="{block_size}",num_gpu_blocks="40"}} 1.0\n'
+    ).encode()
+
+
+def sglang_metrics(life="1", running=0, waiting=0):
+    """What SGLang prints with --enable-metrics, shortened."""
+    labels = '{engine_type="unified",model_name="m",tp_rank="0"}'
+    return (
+        f"process_start_time_seconds {life}\nsglang:num_running_reqs{labels} {running}.0\n"
+        f"sglang:num_queue_reqs{labels} {waiting}.0\nsglang:token_usage{labels} 0.25\n"
     ).encode()

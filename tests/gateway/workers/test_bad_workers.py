@@ -23,6 +23,7 @@ class Dialect:
 
     def __init__(self, kind):
         self.kind = kind
+        self.said = {}
         self.content = "application/x-ndjson" if kind == "turnkeep" else "text/event-stream"
 
     def start(self):
@@ -34,11 +35,19 @@ class Dialect:
     def tokens(self, ids, index=0, **more):
         if self.kind == "turnkeep":
             return piece(msgspec.json.encode(Tokens(tuple(ids), index, **more)) + b"\n")
+        if self.kind == "sglang":
+            said = self.said.setdefault(index, [])
+            said += ids
+            return self.event({"index": index, "output_ids": list(said), "meta_info": {"completion_tokens": len(said)}})
         return self.event({"choices": [{"index": index, "text": "", "token_ids": list(ids), **more}]})
 
     def finished(self, index=0):
         if self.kind == "turnkeep":
             return piece(msgspec.json.encode(Finished("stop", index)) + b"\n")
+        if self.kind == "sglang":
+            said = self.said.get(index, [])
+            meta = {"completion_tokens": len(said), "finish_reason": {"type": "stop", "matched": 2}}
+            return self.event({"index": index, "output_ids": list(said), "meta_info": meta})
         return self.event({"choices": [{"index": index, "text": "", "token_ids": [], "finish_reason": "stop"}]})
 
     def done(self):
@@ -127,8 +136,43 @@ BAD_TURNKEEP = {
     ),
     "unknown_chunk": (lambda d: [d.start(), d.begun(), piece(b'{"type":"surprise"}\n')], ""),
 }
-CASES = [(kind, name, *case) for kind in ("turnkeep", "vllm") for name, case in BAD.items()]
+BAD_SGLANG = {
+    "error_after_tokens": (lambda d: [d.start(), d.tokens([1]), d.event({"error": {"message": "on fire"}}), END], "on fire"),
+    "miscounted": (
+        lambda d: [d.start(), d.event({"output_ids": [1, 2], "meta_info": {"completion_tokens": 7}})],
+        "counts 7 tokens",
+    ),
+    "tokens_taken_back": (
+        lambda d: [d.start(), d.tokens([1, 2]), d.event({"output_ids": [1], "meta_info": {"completion_tokens": 1}})],
+        "takes tokens back",
+    ),
+    "no_meta": (lambda d: [d.start(), d.event({"output_ids": [1]})], "without meta_info"),
+    "aborted_by_the_server": (
+        lambda d: [
+            d.start(),
+            d.event(
+                {
+                    "output_ids": [],
+                    "meta_info": {
+                        "completion_tokens": 0,
+                        "finish_reason": {"type": "abort", "message": "out of memory", "status_code": 500},
+                    },
+                }
+            ),
+        ],
+        "out of memory",
+    ),
+    "foreign_logprobs": (
+        lambda d: [
+            d.start(),
+            d.event({"output_ids": [1], "meta_info": {"completion_tokens": 1, "output_token_logprobs": [[-1.0, 9, None]]}}),
+        ],
+        "logprobs",
+    ),
+}
+CASES = [(kind, name, *case) for kind in ("turnkeep", "vllm", "sglang") for name, case in BAD.items()]
 CASES += [("vllm", name, *case) for name, case in BAD_VLLM.items()]
+CASES += [("sglang", name, *case) for name, case in BAD_SGLANG.items()]
 CASES += [("turnkeep", name, *case) for name, case in BAD_TURNKEEP.items()]
 
 
@@ -180,7 +224,7 @@ async def test_every_bad_answer_is_an_error_and_opens_the_breaker(dispatcher, ki
         assert (caught.value.status, worker.posts) == (503, posts)
 
 
-@pytest.mark.parametrize("kind", ["turnkeep", "vllm"])
+@pytest.mark.parametrize("kind", ["turnkeep", "vllm", "sglang"])
 async def test_what_fails_before_its_first_chunk_is_answered_by_another(dispatcher, kind):
     dialect = Dialect(kind)
     async with RawWorker(kind, BAD["garbage"][0](dialect)) as bad, RawWorker(kind, dialect.good()) as good:
@@ -193,7 +237,7 @@ async def test_what_fails_before_its_first_chunk_is_answered_by_another(dispatch
         assert good.posts == 6
 
 
-@pytest.mark.parametrize("kind", ["turnkeep", "vllm"])
+@pytest.mark.parametrize("kind", ["turnkeep", "vllm", "sglang"])
 async def test_what_comes_after_the_end_is_no_part_of_the_answer(dispatcher, kind):
     """It was complete by then; but a worker that does so is none to be trusted."""
     d = Dialect(kind)
@@ -206,7 +250,7 @@ async def test_what_comes_after_the_end_is_no_part_of_the_answer(dispatcher, kin
         assert member.breaker.failures == 1
 
 
-@pytest.mark.parametrize("kind", ["turnkeep", "vllm"])
+@pytest.mark.parametrize("kind", ["turnkeep", "vllm", "sglang"])
 async def test_a_good_answer_forgives(dispatcher, kind):
     dialect = Dialect(kind)
     async with RawWorker(kind, BAD["done_before_finished"][0](dialect)) as worker:
@@ -220,7 +264,7 @@ async def test_a_good_answer_forgives(dispatcher, kind):
         assert member.breaker.failures == 0
 
 
-@pytest.mark.parametrize("kind", ["turnkeep", "vllm"])
+@pytest.mark.parametrize("kind", ["turnkeep", "vllm", "sglang"])
 async def test_an_endless_stream_is_cut_where_the_context_ends(dispatcher, kind):
     """Also where the client set no limit. The worker is left, and what it sent beyond is not kept."""
     dialect = Dialect(kind)
@@ -233,7 +277,7 @@ async def test_an_endless_stream_is_cut_where_the_context_ends(dispatcher, kind)
             await worker.left.wait()
 
 
-@pytest.mark.parametrize("kind", ["vllm"])
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
 async def test_a_line_without_an_end_is_cut(dispatcher, kind):
     dialect = Dialect(kind)
     async with RawWorker(kind, [dialect.start(), endless_line(dialect)]) as worker:
@@ -250,7 +294,7 @@ async def test_a_line_without_an_end_is_cut(dispatcher, kind):
         assert worker.sent < 64 * 2**20
 
 
-@pytest.mark.parametrize("kind", ["turnkeep", "vllm"])
+@pytest.mark.parametrize("kind", ["turnkeep", "vllm", "sglang"])
 async def test_a_worker_that_comes_back_with_another_model_gets_no_more_turns(dispatcher, kind):
     dialect = Dialect(kind)
     async with RawWorker(kind, dialect.good()) as worker:
@@ -268,7 +312,7 @@ async def test_a_worker_that_comes_back_with_another_model_gets_no_more_turns(di
         assert len(await ask(dispatcher)) == 3
 
 
-@pytest.mark.parametrize("kind", ["turnkeep", "vllm"])
+@pytest.mark.parametrize("kind", ["turnkeep", "vllm", "sglang"])
 async def test_a_client_that_leaves_hangs_up_on_a_worker_that_says_nothing(dispatcher, kind):
     async with RawWorker(kind, [Dialect(kind).start(), HANG]) as worker:
         member = await join(dispatcher, "w", worker)

@@ -560,3 +560,50 @@ async def test_closing_leaves_no_tasks_behind(tmp_path):
     await bench.dispatcher.wait_ready(1, timeout=0.5)
     await bench.close()
     await until(lambda: asyncio.all_tasks() == before)
+
+
+async def test_after_a_restart_of_the_gateway_the_index_is_whole_with_the_first_contact(tmp_path, bench):
+    replica = await bench.add("a")
+    prompts = [block_digests(list(range(seed * 10_000, seed * 10_000 + 4000)), ROOT, 4) for seed in range(20)]
+    replica.blocks["device"] = [digest for prompt in prompts for digest in prompt[:900]]
+    replica.blocks["host"] = [digest for prompt in prompts for digest in prompt[800:]]
+    replica.log.append([BlocksStored(join_digests(prompts[0]), ROOT)])
+    second = PoolDispatcher(PoolConfig(poll_interval=0.02))
+    try:
+        second.add_worker("a", bench.view("a").url)
+        await second.wait_ready(1, 10)
+        await until(lambda: second.index.position("a") is not None)
+        # No event was needed but the snapshot that the first subscription begins with.
+        assert replica.event_subscribers == 2
+        for prompt in prompts:
+            assert second.residency(prompt) == {"a": 1000}
+        assert second.index.lookup_tiers(prompts[3])[1]["a"].host == 100
+    finally:
+        await second.__aexit__()
+
+
+async def test_a_receipt_is_kept_with_what_came_of_it(bench):
+    replica = await bench.add("a")
+    await bench.add("b")
+    digests = block_digests(list(range(40)), ROOT, 4)
+    replica.log.append([BlocksStored(join_digests(digests[:8]), ROOT)])
+    await until(lambda: bench.dispatcher.index.lookup(digests) == {"a": 8})
+    generation = await bench.send("req-1", tokens=range(40))
+    await everything(generation)
+    await generation.aclose()
+    (decision,) = bench.dispatcher.router.log.newest(request_id="req-1")
+    assert generation.receipt.decision is decision
+    assert (decision.worker, decision.num_candidates, decision.tenant, decision.session) == ("a", 2, "t", "s")
+    assert decision.outcome.result == "finished"
+    assert decision.outcome.time_to_first_token > 0
+    assert {name: matched for name, matched, _ in decision.candidates()} == {"a": 32, "b": 0}
+    given_up = await bench.send("req-2", tokens=range(40))
+    await given_up.aclose()
+    (decision,) = bench.dispatcher.router.log.newest(request_id="req-2")
+    assert (decision.outcome.result, decision.outcome.time_to_first_token) == ("abandoned", None)
+    replica.default = refusal(500)
+    moved = await bench.send("req-3", tokens=range(40))
+    await everything(moved)
+    await moved.aclose()
+    results = [(d.worker, d.outcome.result) for d in bench.dispatcher.router.log.newest(request_id="req-3")]
+    assert results == [("b", "finished"), ("a", "failed")]

@@ -83,6 +83,9 @@ async def test_another_goes_on_where_the_lost_one_stood(bench):
     )
     assert first.requests[0].resume == ()
     assert (generation.receipt.worker, generation.receipt.reason) == ("b", "resumed")
+    newest, lost = bench.dispatcher.router.log.newest(request_id="id")
+    assert (newest.worker, newest.reason, newest.outcome.result) == ("b", "resumed", "finished")
+    assert (lost.worker, lost.outcome.result) == ("a", "failed")
     (migration,) = generation.migrations
     assert (migration.lost, migration.worker, migration.tokens) == ("a", "b", 2)
     assert "in the middle" in migration.why or "broke off" in migration.why
@@ -249,6 +252,24 @@ async def test_a_broken_connection_to_the_only_worker_is_no_end(bench):
     assert (await bench.tokens_and_end(generation, 2))[0] == [1, 2, 3]
     assert [request.request_id for request in only.requests] == ["r", "r.1"]
     assert generation.migrations[0].worker == "a"
+
+
+async def test_a_successor_with_other_weights_does_not_go_on(bench):
+    first = await bench.add("a", can_resume=True)
+    go = asyncio.Event()
+    first.default = [*answer((1, 2))[:3], Wait(go), DROP]
+    generation = await bench.send()
+    chunks = generation.chunks()
+    await anext(chunks)
+    path = bench.view("a").url.removeprefix("unix:")
+    await first.stop()
+    bench.replicas["a2"] = other = FakeReplica(instance="life-2", can_resume=True, namespace="11" * 16)
+    await other.start(path)
+    await until(lambda: bench.state("a") == "ready" and bench.view("a").info.instance == "life-2")
+    with pytest.raises(TurnError, match="Nobody could go on with it") as caught:
+        _ = [chunk async for chunk in chunks]
+    assert caught.value.code == "worker_lost"
+    assert other.requests == []
 
 
 async def test_nobody_comes(bench):

@@ -229,7 +229,8 @@ async def test_the_index_follows_kv_events(worker, dispatcher):
         assert (receipt.matched_tokens, started.cached_tokens, started.cached_known) == (4, 4, False)
         await publisher.publish(ForeignCleared())
         await until(lambda: held(dispatcher, range(4)) == 0)
-        assert dispatcher.pool.member("w").client.events.blocks.unknown_parents == 1
+        (view,) = dispatcher.workers()
+        assert view.event_trouble == {"lost": 0, "garbage": 0, "unknown_parent": 1, "not_named": 0}
 
 
 async def test_lost_events_are_replayed(worker, dispatcher):
@@ -384,3 +385,16 @@ async def test_a_stream_may_be_waited_for_in_pieces(worker, client):
         except TimeoutError:
             pass
     assert [chunk.token_ids[0] for chunk in seen if isinstance(chunk, Tokens)] == [0, 1, 2, 3, 4]
+
+
+async def test_another_model_is_not_taken_for_the_one_that_was_renamed(worker):
+    spec = dataclasses.replace(worker.spec, model="nice-name")
+    async with PoolDispatcher(PoolConfig(models=("nice-name",), poll_interval=0.02)) as dispatcher:
+        dispatcher.add_worker("w", spec)
+        member = dispatcher.pool.member("w")
+        await until(lambda: member.state.value == "ready")
+        worker.model, worker.life = "another", "2"
+        await until(lambda: member.state.value == "mismatched")
+        assert "it serves model 'another'" in member.detail
+        worker.model, worker.life = "m", "3"
+        await until(lambda: member.state.value == "ready")

@@ -12,6 +12,7 @@ from prefix_cache.vllm_wire import END_OF_REPLAY, encode_batch
 class Publisher:
     def __init__(self, keep=100):
         self.keep, self.buffer, self.next, self.replays = keep, [], 0, []
+        self.replays_topic = True
         self._context = zmq.asyncio.Context()
         self._pub = self._context.socket(zmq.XPUB)
         self._pub.setsockopt(zmq.XPUB_VERBOSE, 1)
@@ -48,8 +49,9 @@ class Publisher:
     async def _serve_replays(self):
         while True:
             client, _, start = await self._router.recv_multipart()
+            topic = [b""] if self.replays_topic else []
             self.replays.append(int.from_bytes(start, "big"))
             for number, payload in self.buffer:
                 if number >= self.replays[-1]:
-                    await self._router.send_multipart([client, b"", b"", number.to_bytes(8, "big"), payload])
-            await self._router.send_multipart([client, b"", b"", END_OF_REPLAY, b""])
+                    await self._router.send_multipart([client, b"", *topic, number.to_bytes(8, "big"), payload])
+            await self._router.send_multipart([client, b"", *topic, END_OF_REPLAY, b""])

@@ -1,0 +1,173 @@
+"""`turnkeep bench grammar`: what is enforced of JSON Schema, what grammars cost a token, and calls of the real model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cli.gateway_process import GatewayError
+from cli.json_file import JSON_OPTION
+from cli.model import CACHE_OPTION, fetch
+from engine.checkpoints import DEFAULT_MODEL, CheckpointError
+
+if TYPE_CHECKING:
+    from cli.grammar_bench.calls import CallsReport
+    from grammar.bench.cost import TokenCost
+    from grammar.bench.suite import KeywordRow
+
+
+@click.command("grammar")
+@click.option(
+    "--suite",
+    multiple=True,
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="A draft's folder of the JSON-Schema-Test-Suite; repeatable.",
+)
+@click.option(
+    "--tools",
+    multiple=True,
+    type=click.Path(exists=True, path_type=Path),
+    metavar="FILE|DIR",
+    help="Lists of tools, as MCP servers or OpenAI's API write them; repeatable. [default: those of the bundled sessions]",
+)
+@click.option("--list-size", type=click.IntRange(1), default=50, show_default=True, help="Tools in the list that is compiled.")
+@click.option("--calls", type=click.IntRange(0), default=0, show_default=True, help="Calls to have the real model write.")
+@click.option("--temperature", type=click.FloatRange(0, 2), default=1.3, show_default=True, help="Of those calls.")
+@click.option("--model", default=DEFAULT_MODEL, show_default=True, metavar="NAME|DIR", help="Whose vocabulary is used.")
+@CACHE_OPTION
+@click.option("--serve-option", multiple=True, metavar="OPTION", help="Passed on to `turnkeep serve` for --calls; repeatable.")
+@JSON_OPTION
+def grammar_command(**options: Any) -> None:
+    """Print which keywords are enforced, checked or refused, and the cost of masks and of compiling a list of tools.
+
+    With --calls the model writes tool calls through the whole gateway at a high temperature, and each finished one is validated
+    against its full schema. docs/benchmarks.md says what each figure means.
+    """
+    from rich.console import Console
+
+    from cli.grammar_bench.tools import ToolsError, read_tools
+
+    console = Console(stderr=True)
+    out = Console()
+    if not out.is_terminal:
+        out.width = 160
+    written: dict[str, Any] = {}
+    try:
+        directory = fetch(options["model"], options["cache_dir"].absolute(), console)
+        tools = read_tools(options["tools"])
+        compiler = _compiler(directory)
+        try:
+            for suite in options["suite"]:
+                from grammar.bench.suite import run_suite
+
+                rows = list(run_suite(suite, compiler))
+                _show_suite(out, suite, rows)
+                written[f"suite {suite.name}"] = [_row_json(row) for row in rows]
+            written["cost"] = _cost(out, directory, compiler, tools, options["list_size"])
+        finally:
+            compiler.close()
+        if options["calls"]:
+            from cli.grammar_bench.calls import generate_calls
+
+            report = asyncio.run(generate_calls(tools, options["calls"], options["temperature"], options, console))
+            _show_calls(out, report)
+            written["calls"] = report.as_json()
+    except (CheckpointError, GatewayError, ToolsError) as error:
+        raise click.ClickException(str(error)) from error
+    except (OSError, ValueError) as error:
+        raise click.UsageError(str(error)) from error
+    if options["json_file"] is not None:
+        options["json_file"].write_text(json.dumps(written, indent=1) + "\n")
+
+
+def _compiler(directory: Path) -> Any:
+    from grammar.compiler import GrammarCompiler
+
+    size, stops = _vocabulary(directory)
+    return GrammarCompiler(directory / "tokenizer.json", size, stops)
+
+
+def _vocabulary(directory: Path) -> tuple[int, tuple[int, ...]]:
+    """Width of the logits and the tokens that end a generation."""
+    from gateway.config import ModelConfig
+    from gateway.models import ServedModel
+
+    model = ServedModel.load(ModelConfig("model", directory))
+    config = json.loads((directory / "config.json").read_bytes())
+    return int(config.get("vocab_size", model.tokenizer.size)), tuple(sorted(model.tokenizer.eos_token_ids))
+
+
+def _show_suite(out: Any, suite: Path, rows: list[KeywordRow]) -> None:
+    from rich.table import Table
+
+    table = Table(title=f"JSON-Schema-Test-Suite, {suite.name}", title_justify="left", box=None, pad_edge=False)
+    table.add_column("keyword", no_wrap=True)
+    headers = ("schemas", "enforced", "checked", "refused", "invalid tried", "let through", "valid tried", "not written")
+    for header in headers:
+        table.add_column(header, justify="right", no_wrap=True)
+    for row in rows:
+        figures = (row.schemas, row.enforced, row.checked, row.refused, row.invalid, len(row.leaks), row.valid, row.narrow)
+        table.add_row(row.keyword, *map(str, figures))
+    totals = [sum(column) for column in zip(*(_figures(row) for row in rows), strict=True)]
+    table.add_row("[bold]all", *(f"[bold]{figure}" for figure in totals))
+    out.print(table)
+    for row in rows:
+        for leak in row.leaks:
+            out.print(f"let through: {row.keyword}: {leak}", markup=False)
+
+
+def _figures(row: KeywordRow) -> tuple[int, ...]:
+    return row.schemas, row.enforced, row.checked, row.refused, row.invalid, len(row.leaks), row.valid, row.narrow
+
+
+def _row_json(row: KeywordRow) -> dict[str, Any]:
+    names = ("schemas", "enforced", "checked", "refused", "invalid", "let_through", "valid", "not_written")
+    return {"keyword": row.keyword, **dict(zip(names, _figures(row), strict=True)), "relaxed": row.relaxed}
+
+
+def _cost(out: Any, directory: Path, compiler: Any, tools: list[Any], size: int) -> dict[str, Any]:
+    """Prints and returns what the list costs to compile and a token of it to mask."""
+    from cli.grammar_bench.tools import of_size
+    from cli.grammar_bench.walks import random_calls
+    from grammar.bench.cost import compile_milliseconds, token_cost
+    from grammar.formats.registry import format_named
+    from grammar.tools import ToolChoice
+
+    listed = of_size(tools, size)
+    source = format_named("hermes").structural_tag(listed, ToolChoice("required"))
+    if source is None:
+        raise ValueError("there are no tools to compile")
+    first, second = compile_milliseconds(lambda: _compiler(directory), source, 3)
+    out.print(f"\na list of {len(listed)} tools: first use {first:,.0f} ms, second {second:,.2f} ms (medians of 3)")
+    width, stops = _vocabulary(directory)
+    compiled = compiler.compile(source)
+    walks = random_calls(directory / "tokenizer.json", compiled, width, stops, count=24)
+    cost: TokenCost = token_cost(compiled, walks, width)
+    out.print(
+        f"a token of its calls, microseconds at p50 / p99: mask {cost.fill.p50:,.1f} / {cost.fill.p99:,.1f}, "
+        f"advance {cost.advance.p50:,.1f} / {cost.advance.p99:,.1f}, both {cost.both.p50:,.1f} / {cost.both.p99:,.1f} "
+        f"({cost.both.count:,} tokens)"
+    )
+    return {
+        "tools": len(listed),
+        "first_ms": first,
+        "second_ms": second,
+        "both_us_p50": cost.both.p50,
+        "both_us_p99": cost.both.p99,
+        "tokens": cost.both.count,
+    }
+
+
+def _show_calls(out: Any, report: CallsReport) -> None:
+    out.print(
+        f"\ncalls of {report.model} at temperature {report.temperature:g}, {report.tools} tools: {report.finished:,} finished "
+        f"({report.cut:,} more were cut), {report.parsed:,} parsed, {report.valid:,} valid against their schema, "
+        f"{report.warned:,} carried a warning; neither valid nor warned of: {len(report.wrong)}"
+    )
+    for wrong in report.wrong[:10]:
+        out.print(f"wrong: {wrong}", markup=False)

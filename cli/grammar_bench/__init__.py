@@ -1,0 +1,1 @@
+"""The parts of `turnkeep bench grammar`."""

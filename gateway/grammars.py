@@ -1,0 +1,119 @@
+"""Turns to grammar sources: each once for all turns that ask for the same, and as strict as its worker can compile."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import msgspec
+
+from gateway.models import ServedModel
+from gateway.turn import Turn, TurnError
+from grammar.formats.tags import Schemas
+from grammar.limits import DEFAULT_LIMITS
+from grammar.schemas.ladder import LAST_RUNG
+from grammar.tools import GrammarRefused, Unenforced
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarPlan:
+    """`source`: of the grammar, None for any text. `unenforced`: what it does not hold, to be checked in what was generated.
+    `rung`: of the ladder (grammar.schemas.ladder)."""
+
+    source: str | None
+    unenforced: tuple[Unenforced, ...] = ()
+    rung: int = 0
+
+
+class GrammarPlans:
+    """Plans by what they are made of: an agent sends the same tools every turn, and making a grammar of them costs more than
+    all the rest of a prompt. Bounded; safe to use from several threads."""
+
+    def __init__(self, max_bytes: int = 64 * 2**20) -> None:
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._known: OrderedDict[bytes, GrammarPlan] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, model: ServedModel, turn: Turn) -> GrammarPlan:
+        """The plan of a turn. Raises TurnError 400 that names the tool and a JSON pointer into its schema."""
+        plan = self.known(model, turn)
+        if plan is None:
+            plan = make_plan(model, turn)
+            self._keep(_key(model, turn), plan)
+        return plan
+
+    def known(self, model: ServedModel, turn: Turn) -> GrammarPlan | None:
+        """The plan where it was made before, or takes no making."""
+        if not turn.tools and turn.response_format.kind == "text" and turn.thinking is None:
+            return make_plan(model, turn)
+        key = _key(model, turn)
+        with self._lock:
+            if key in self._known:
+                self._known.move_to_end(key)
+            return self._known.get(key)
+
+    def below(self, model: ServedModel, turn: Turn, refused: str, rung: int) -> GrammarPlan | None:
+        """A plan that asks less of a worker than the grammar that it refused, which was of this rung: for this turn and those
+        to come. None where less of the schemas would make no difference."""
+        for lower in range(rung + 1, LAST_RUNG + 1):
+            plan = make_plan(model, turn, lower)
+            if plan.source != refused:
+                self._keep(_key(model, turn), plan)
+                return plan
+        return None
+
+    def _keep(self, key: bytes, plan: GrammarPlan) -> None:
+        with self._lock:
+            known = self._known.pop(key, None)
+            if known is not None:
+                self._bytes -= _size(known)
+            self._known[key] = plan
+            self._bytes += _size(plan)
+            while self._bytes > self._max_bytes:
+                self._bytes -= _size(self._known.popitem(last=False)[1])
+
+
+def _key(model: ServedModel, turn: Turn) -> bytes:
+    """Equal for turns that get the same grammar. What cannot be written as JSON is equal to nothing."""
+    try:
+        written = msgspec.json.encode((model.name, turn.tools, turn.tool_choice, turn.response_format, turn.thinking))
+    except (TypeError, ValueError, RecursionError):
+        return os.urandom(16)
+    return hashlib.blake2b(written, digest_size=16).digest()
+
+
+def _size(plan: GrammarPlan) -> int:
+    return 200 + 4 * len(plan.source or "") + 200 * len(plan.unenforced)
+
+
+def make_plan(model: ServedModel, turn: Turn, rung: int = 0) -> GrammarPlan:
+    """The grammar of a turn from this rung of the ladder on. Raises TurnError 400 that names the tool and a JSON pointer."""
+    schemas = Schemas(DEFAULT_LIMITS, rung)
+    try:
+        source = model.tool_format.structural_tag(
+            turn.tools, turn.tool_choice, turn.response_format, thinking=turn.thinking, schemas=schemas
+        )
+    except RecursionError as error:
+        raise TurnError(
+            400,
+            "invalid_schema",
+            "A schema among the tools or in response_format is nested too deeply. Flatten it.",
+            param="tools",
+        ) from error
+    except GrammarRefused as refused:
+        raise TurnError(400, "invalid_schema", refused.message, param=_param(turn, refused)) from refused
+    return GrammarPlan(source, schemas.unenforced(), rung)
+
+
+def _param(turn: Turn, refused: GrammarRefused) -> str:
+    where = refused.pointer or ""
+    if refused.tool is not None:
+        position = next((i for i, tool in enumerate(turn.tools) if tool.name == refused.tool), None)
+        return f"/tools/{position}/function/parameters{where}" if position is not None else "tools"
+    if turn.response_format.field is not None:
+        return turn.response_format.field
+    return f"/response_format/json_schema/schema{where}" if refused.pointer is not None else "response_format"

@@ -1,0 +1,1 @@
+"""Finished arguments and answers against their whole schemas, for what a grammar does not hold."""
