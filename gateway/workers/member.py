@@ -127,6 +127,11 @@ class Member:
         return None if self._subscriber is None else self._subscriber.lag
 
     @property
+    def requests(self) -> int:
+        """In flight there, others' among them, as last reported."""
+        return self.books.requests + self._foreign_requests
+
+    @property
     def load(self) -> WorkerLoad:
         """Own books, exact, and what others put on it, as last reported."""
         return WorkerLoad(
