@@ -46,6 +46,15 @@ _BUNDLED = Path(__file__).parent.parent / "traces" / "bundled"
     "--gap", type=click.FloatRange(0.01, 600), default=3.0, show_default=True, help="Mean time between turns, seconds."
 )
 @click.option("--turn-tokens", type=click.IntRange(64), default=6000, show_default=True, help="Of the turn after a restart.")
+@click.option(
+    "--share",
+    "shares",
+    type=click.FloatRange(0, 1, min_open=True),
+    multiple=True,
+    default=(1.0, 0.5, 0.25, 0.125),
+    show_default="1, 0.5, 0.25, 0.125",
+    help="Of the working set that pools hold; repeatable.",
+)
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Of stores and restarts; medians count.")
 @click.option("--rate-mib", type=click.IntRange(8), default=512, show_default=True, help="What rates are measured over.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the gaps.")
@@ -85,6 +94,7 @@ def offload_command(traces: tuple[Path, ...], **options: Any) -> None:
             sessions=sessions,
             gap=options["gap"],
             turn_tokens=options["turn_tokens"],
+            shares=options["shares"],
             repeats=options["repeats"],
             rate_bytes=options["rate_mib"] << 20,
             measures=options["only"] or MEASURES,

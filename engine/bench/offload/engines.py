@@ -1,4 +1,4 @@
-"""Engines of one model with pools and tiers of every size, one after the other; the weights are loaded once."""
+"""Engines of one model with pools and tiers of every size. The weights are loaded once: no two of them may compute at once."""
 
 from __future__ import annotations
 
@@ -26,10 +26,6 @@ class Engines:
         self.block_bytes = KVLayout.of(self._model, config.block_size, config.kv_dtype).block_bytes
         self.block_size = config.block_size
         self._forward = choose_forward(config, self._model.decoder, cache_dir / "kernels")
-
-    def twin(self) -> Engines:
-        """Another set of weights, for engines that run at the same time."""
-        return Engines(self._config, self._cache_dir)
 
     def make(
         self, num_blocks: int, max_model_len: int, offload: OffloadConfig | None = None, eviction: EvictionPolicy | None = None

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from engine.bench.offload.workload import Session
 from engine.engine import Engine
+from engine.output import Addressed
 from engine.thread import EngineThread
 from gateway.workers.protocol import Done, Failed, GenerateRequest, RetentionHint, SamplingParams, Tokens
 from prefix_cache.hashing import pack_tokens
@@ -54,9 +57,25 @@ def replay(engines: Sequence[Engine], sessions: Sequence[Session], gap: float, *
     return asyncio.run(_replay(engines, sessions, gap, hints, move))
 
 
+class _TakingTurns:
+    """An engine that steps while no other one does: they share their weights and threads."""
+
+    def __init__(self, engine: Engine, lock: threading.Lock) -> None:
+        self._engine = engine
+        self._lock = lock
+
+    def step(self) -> list[Addressed]:
+        with self._lock:
+            return self._engine.step()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
 async def _replay(engines: Sequence[Engine], sessions: Sequence[Session], gap: float, hints: bool, move: bool) -> Outcome:
     outcome = Outcome()
-    threads = [EngineThread(engine) for engine in engines]
+    lock = threading.Lock()
+    threads = [EngineThread(_TakingTurns(engine, lock)) for engine in engines]
     for thread in threads:
         await thread.start()
     began = time.perf_counter()

@@ -238,10 +238,9 @@ def _shared(engines: Engines, bench: OffloadBench, report: OffloadReport, shared
     blocks = max(least, report.working_set // 8)
     arena = max(2, report.working_set) * engines.block_bytes
     shares = []
-    pair = (engines, engines.twin())
     for folders, each in ((("one", "one"), arena), (("left", "right"), arena // 2)):
         made = []
-        for folder, engines in zip(folders, pair, strict=True):
+        for folder in folders:
             (shared / folder).mkdir(exist_ok=True)
             made.append(engines.make(blocks, longest, OffloadConfig(host_bytes=each, shared_memory=shared / folder)))
         shares.append(replay(made, bench.sessions, bench.gap, hints=True, move=True).cached_share)
