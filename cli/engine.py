@@ -181,6 +181,8 @@ def _sim_option(*names: str, **settings: Any) -> Callable[[Callable[..., Any]], 
 @click.option("--max-model-len", type=click.IntRange(2), default=None, help="Tokens of prompt and answer together.")
 @click.option("--max-num-seqs", type=click.IntRange(1), default=None, help="Sequences that run at once.")
 @click.option("--max-num-batched-tokens", type=click.IntRange(1), default=None, help="Tokens computed in one step.")
+@click.option("--max-draft-tokens", type=click.IntRange(0), default=None, help="Tokens guessed ahead at once; 0: none. [8]")
+@click.option("--max-draft-batch", type=click.IntRange(0), default=None, help="Sequences beyond which none are guessed. [4]")
 @click.option(
     "--scheduling",
     type=click.Choice(["fcfs", "priority", "sessions"]),
@@ -379,7 +381,7 @@ def _real(options: dict[str, Any]) -> Load:
         _check_device(options["device"])
         given: dict[str, Any] = {
             field: options[field]
-            for field in ("max_num_seqs", "max_num_batched_tokens", "graph_batch_sizes")
+            for field in ("max_num_seqs", "max_num_batched_tokens", "graph_batch_sizes", "max_draft_tokens", "max_draft_batch")
             if options[field] is not None
         }
         if isinstance(options["kv_memory"], float):

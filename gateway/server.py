@@ -16,6 +16,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from gateway.certificate import Certificate
 from gateway.config import HttpConfig
 from gateway.connections import Connections
+from gateway.vanished import notice_the_vanished
 
 
 class ListenError(Exception):
@@ -126,7 +127,7 @@ class HttpServer:
             max_field_size=config.max_header_bytes,
             keepalive_timeout=config.idle_timeout,
         )
-        return await asyncio.get_running_loop().create_server(
+        listening = await asyncio.get_running_loop().create_server(
             self.connections,
             config.host,
             config.port,
@@ -135,6 +136,8 @@ class HttpServer:
             ssl=context,
             ssl_handshake_timeout=config.header_timeout if context is not None else None,
         )
+        notice_the_vanished(listening.sockets, config.write_timeout)
+        return listening
 
 
 def why_not(host: str, port: int, error: OSError | OverflowError) -> str:
