@@ -37,6 +37,12 @@ if TYPE_CHECKING:
 )
 @click.option("--list-size", type=click.IntRange(1), default=50, show_default=True, help="Tools in the list that is compiled.")
 @click.option("--calls", type=click.IntRange(0), default=0, show_default=True, help="Calls to have the real model write.")
+@click.option(
+    "--seconds", type=click.FloatRange(1), default=3600.0, show_default=True, help="After which --calls ends as it is."
+)
+@click.option(
+    "--walks", type=click.IntRange(0), default=0, show_default=True, help="Calls to be made of random allowed tokens."
+)
 @click.option("--temperature", type=click.FloatRange(0, 2), default=1.3, show_default=True, help="Of those calls.")
 @click.option("--model", default=DEFAULT_MODEL, show_default=True, metavar="NAME|DIR", help="Whose vocabulary is used.")
 @CACHE_OPTION
@@ -45,8 +51,8 @@ if TYPE_CHECKING:
 def grammar_command(**options: Any) -> None:
     """Print which keywords are enforced, checked or refused, and the cost of masks and of compiling a list of tools.
 
-    With --calls the model writes tool calls through the whole gateway at a high temperature, and each finished one is validated
-    against its full schema. docs/benchmarks.md says what each figure means.
+    With --walks calls are made of random allowed tokens; with --calls the model writes them through the whole gateway at a high
+    temperature. Each finished one is validated against its full schema. docs/benchmarks.md says what each figure means.
     """
     from rich.console import Console
 
@@ -68,6 +74,8 @@ def grammar_command(**options: Any) -> None:
                 rows = list(run_suite(suite, compiler))
                 _show_suite(out, suite, rows)
                 written[f"suite {suite.name}"] = [_row_json(row) for row in rows]
+            if options["walks"]:
+                written["walks"] = _walks(out, directory, compiler, tools, options["walks"])
             written["cost"] = _cost(out, directory, compiler, tools, options["list_size"])
         finally:
             compiler.close()
@@ -161,6 +169,15 @@ def _cost(out: Any, directory: Path, compiler: Any, tools: list[Any], size: int)
         "both_us_p99": cost.both.p99,
         "tokens": cost.both.count,
     }
+
+
+def _walks(out: Any, directory: Path, compiler: Any, tools: list[Any], count: int) -> dict[str, Any]:
+    from cli.grammar_bench.walks import walked_calls
+
+    width, stops = _vocabulary(directory)
+    report = walked_calls(directory / "tokenizer.json", compiler, width, stops, tools, count)
+    _show_calls(out, report)
+    return report.as_json()
 
 
 def _show_calls(out: Any, report: CallsReport) -> None:

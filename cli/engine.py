@@ -167,6 +167,10 @@ def _sim_option(*names: str, **settings: Any) -> Callable[[Callable[..., Any]], 
 )
 @click.option("--disk-kv-compress", is_flag=True, help="zstd around what is kept on disk.")
 @click.option(
+    "--remote-kv", default=None, metavar="URL", help="Keep KV blocks in this Redis too, for replicas of other machines."
+)
+@click.option("--remote-kv-bytes", type=MemorySize(), default=None, help="What this model's blocks may take there. [1GiB]")
+@click.option(
     "--kv-load",
     type=click.Choice(["faster", "always"]),
     default="faster",
@@ -177,6 +181,8 @@ def _sim_option(*names: str, **settings: Any) -> Callable[[Callable[..., Any]], 
 @click.option("--max-model-len", type=click.IntRange(2), default=None, help="Tokens of prompt and answer together.")
 @click.option("--max-num-seqs", type=click.IntRange(1), default=None, help="Sequences that run at once.")
 @click.option("--max-num-batched-tokens", type=click.IntRange(1), default=None, help="Tokens computed in one step.")
+@click.option("--max-draft-tokens", type=click.IntRange(0), default=None, help="Tokens guessed ahead at once; 0: none. [8]")
+@click.option("--max-draft-batch", type=click.IntRange(0), default=None, help="Sequences beyond which none are guessed. [4]")
 @click.option("--scheduling", type=click.Choice(["fcfs", "priority"]), default="fcfs", show_default=True)
 @click.option("--no-prefix-caching", is_flag=True, help="Compute every prompt anew.")
 @click.option(
@@ -266,14 +272,16 @@ def _check_combinations(ctx: click.Context, options: dict[str, Any]) -> None:
         raise click.UsageError("A simulated replica has no KV memory to size; give --num-blocks instead of --kv-memory.")
     if options["num_blocks"] is not None and options["kv_memory"] is not None:
         raise click.UsageError("--num-blocks and --kv-memory say the same thing; give one of them.")
-    for name in ("max_body", "host_kv_bytes", "disk_kv_bytes", "disk_kv_min_free"):
+    for name in ("max_body", "host_kv_bytes", "disk_kv_bytes", "disk_kv_min_free", "remote_kv_bytes"):
         if isinstance(options[name], float):
             raise click.UsageError(f"--{name.replace('_', '-')} is a number of bytes, not a share.")
     if options["disk_kv_dir"] is None and (options["disk_kv_bytes"] is not None or options["disk_kv_compress"]):
         raise click.UsageError("Say with --disk-kv-dir where blocks are to be kept.")
-    if options["host_kv_bytes"] is not None or options["disk_kv_dir"] is not None:
+    if any(options[name] is not None for name in ("host_kv_bytes", "disk_kv_dir", "remote_kv")):
         if options["simulate"]:
-            raise click.UsageError("A simulated replica has no KV to keep; leave --host-kv-bytes and --disk-kv-dir out.")
+            raise click.UsageError(
+                "A simulated replica has no KV to keep; leave --host-kv-bytes, --disk-kv-dir and --remote-kv out."
+            )
         if options["no_prefix_caching"]:
             raise click.UsageError("Blocks are kept to be found again; leave --no-prefix-caching out.")
 
@@ -365,7 +373,7 @@ def _real(options: dict[str, Any]) -> Load:
         _check_device(options["device"])
         given: dict[str, Any] = {
             field: options[field]
-            for field in ("max_num_seqs", "max_num_batched_tokens", "graph_batch_sizes")
+            for field in ("max_num_seqs", "max_num_batched_tokens", "graph_batch_sizes", "max_draft_tokens", "max_draft_batch")
             if options[field] is not None
         }
         if isinstance(options["kv_memory"], float):
@@ -400,13 +408,14 @@ def _real(options: dict[str, Any]) -> Load:
 
 def _offload(options: Mapping[str, Any]) -> OffloadConfig:
     directory = options["disk_kv_dir"]
-    given = _given(options, disk_bytes="disk_kv_bytes", disk_min_free="disk_kv_min_free")
+    given = _given(options, disk_bytes="disk_kv_bytes", disk_min_free="disk_kv_min_free", remote_bytes="remote_kv_bytes")
     return OffloadConfig(
         host_bytes=options["host_kv_bytes"] or 0,
         disk=None if directory is None else directory.absolute(),
         codec=options["kv_codec"],
         compress=options["disk_kv_compress"],
         load=options["kv_load"],
+        remote=options["remote_kv"],
         **given,
     )
 

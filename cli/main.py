@@ -14,6 +14,7 @@ COMMANDS = {
     "replay": "cli.replay",
     "explain": "cli.explain",
     "keys": "cli.keys",
+    "cache": "cli.cache",
     "demo": "cli.demo",
 }
 

@@ -257,7 +257,6 @@ def plan_from(options: Mapping[str, Any], engine_table: Mapping[str, Any]) -> Se
         raise ConfigError("Nothing would generate: give --replicas or --worker.")
     kinds = {spec.kind for spec in workers}.union(*(source.kinds for source in sources))
     opaque_only = replicas == 0 and token is None and kinds == {"openai"}
-    models = _models(options, cache_dir, none=opaque_only)
     auth = AuthConfig(
         keys=tuple(options["api_key"]),
         key_file=Path(options["api_key_file"]).absolute() if options["api_key_file"] is not None else None,
@@ -265,7 +264,6 @@ def plan_from(options: Mapping[str, Any], engine_table: Mapping[str, Any]) -> Se
         admin_port=options["admin_port"],
         **generated_values("auth", options),
     )
-    # Read once before anything is fetched or loaded, so that a mistake is found at once.
     ApiKeys(auth)
     http = HttpConfig(
         host=options["host"],
@@ -284,6 +282,8 @@ def plan_from(options: Mapping[str, Any], engine_table: Mapping[str, Any]) -> Se
     )
     if router.agree is None:
         router = dataclasses.replace(router, agree=options["processes"] > 1 or bool(options["redis"]))
+    # What else is wrong is found before anything is fetched.
+    models = _models(options, cache_dir, none=opaque_only)
     pool = PoolConfig(
         models=tuple(model.name for model in models),
         aliases={alias: model.name for model in models for alias in model.aliases},

@@ -208,7 +208,11 @@ async def open_gateway(
             registration = RegistrationRoutes(registered, plan.registration_token)
             sources = (*sources, registered)
         gate = make_gate(
-            plan.gateway, telemetry, rooms=dispatcher.rooms, shared_limits=shared.link if shared is not None else None
+            plan.gateway,
+            telemetry,
+            rooms=dispatcher.rooms,
+            some_room=dispatcher.some_room,
+            shared_limits=shared.link if shared is not None else None,
         )
         dispatcher.when_freed(gate.admission.freed)
         passthrough = PassThrough(dispatcher, telemetry, plan.gateway.http, plan.pool.max_attempts, gate)

@@ -54,7 +54,9 @@ def build_batch(scheduled: SequenceOf[ScheduledSequence], block_size: int, devic
             slots[low] = sequence.table[start // block_size] * block_size + start % block_size
         else:
             high = low + item.count
-            tokens[low:high] = sequence.tokens(start, start + item.count)
+            tokens[low : low + item.known] = sequence.tokens(start, start + item.known)
+            if item.draft is not None:
+                tokens[low + item.known : high] = item.draft.tokens
             own = np.arange(start, start + item.count)
             positions[low:high] = own
             slots[low:high] = table[own // block_size].astype(np.int64) * block_size + own % block_size

@@ -43,6 +43,9 @@ class EngineConfig:
     the fastest that the machine can build, reference is plain torch. graph_batch_sizes: on an NVIDIA GPU, the numbers of
     sequences for which a decode step is captured as a graph, ascending; those beyond `max_num_seqs` are left out, and none
     turns it off.
+
+    max_draft_tokens: tokens guessed for a sequence in one step and verified in one pass (engine.speculation); 0: none.
+    max_draft_batch: running sequences beyond which nothing is guessed.
     """
 
     model: Path
@@ -63,6 +66,8 @@ class EngineConfig:
     threads: int | None = None
     kernels: Kernels = "auto"
     graph_batch_sizes: tuple[int, ...] = GRAPH_BATCH_SIZES
+    max_draft_tokens: int = 8
+    max_draft_batch: int = 4
 
     def __post_init__(self) -> None:
         """Raises ConfigError."""
@@ -70,6 +75,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1.")
+        for name in ("max_draft_tokens", "max_draft_batch"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more.")
         if not 0 < self.kv_memory_fraction <= 1:
             raise ConfigError(f"kv_memory_fraction is {self.kv_memory_fraction}; it must be above 0 and at most 1.")
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -17,6 +17,7 @@ import torch
 
 from engine.batch import build_batch
 from engine.cancelling import CancellableForward, ForwardCancelledError, StepCancelling
+from engine.choosing import Choosing, rows_of
 from engine.config import EngineConfig
 from engine.core import RequestRefused
 from engine.decode_graphs import DecodeGraphs, GraphCapture
@@ -29,11 +30,12 @@ from engine.meter import Meter
 from engine.models.registry import LoadedModel
 from engine.offloading import Offloading
 from engine.output import Addressed, StepOutput
-from engine.request import ForbiddenTokenError, Request, Sequence, Status
+from engine.request import MAX_FORCED, ForbiddenTokenError, Request, Sequence, Status
 from engine.runner import Runner
 from engine.sampling.sampler import SampledToken, Sampler
-from engine.scheduler import ScheduledSequence, Scheduler, StepPlan
+from engine.scheduler import Scheduler, StepPlan
 from engine.session_blocks import SessionBlocks
+from engine.speculation.speculator import Drafter, Speculator
 from engine.warm_up import warm_up
 from gateway.workers.protocol import (
     PROTOCOL_VERSION,
@@ -44,7 +46,7 @@ from gateway.workers.protocol import (
     WorkerInfo,
     WorkerStats,
 )
-from grammar.compiler import GrammarCompiler, allocate_bitmask
+from grammar.compiler import GrammarCompiler, allocate_bitmask, only_token
 from grammar.detokenizer import Detokenizer
 from offload.config import OffloadConfig
 from offload.stack import open_tiers
@@ -75,6 +77,7 @@ class Engine:
         sampler: Sampler,
         grammars: GrammarCompiler | None = None,
         detokenizer: Detokenizer | None = None,
+        drafter: Drafter | None = None,
         eviction: EvictionPolicy | None = None,
         graph_capture: GraphCapture | None = None,
         offload: OffloadConfig | None = None,
@@ -85,7 +88,8 @@ class Engine:
         graph_capture: what captures decode steps, at the warm-up; the KV memory then has one block more, which the pool does
         not know. None: every step runs eagerly.
 
-        grammars and detokenizer (an empty one) are None for a model without a tokenizer. offload: the tiers below the device.
+        drafter: what guesses tokens (None: the sequence's own n-grams). grammars and detokenizer (an empty one) are None for a
+        model without a tokenizer. offload: the tiers below the device.
         Raises ValueError for a model whose KV cannot be paged (engine.kv_layout.KVLayout), and TierUnavailable for a codec that
         does not fit its KV.
         """
@@ -133,6 +137,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             tiers=self._tiers,
+            speculator=Speculator(config.max_draft_tokens, config.max_draft_batch, spec.vocab_size, drafter),
         )
         self._intake = Intake(
             limits=Limits(spec.vocab_size, max_model_len, num_blocks, config.block_size, config.max_num_seqs),
@@ -256,6 +261,7 @@ class Engine:
             time.sleep(_NOTHING_TO_DO)
             return output.chunks
         totals.steps += 1
+        before = totals.generated_tokens
         try:
             logits = self._compute(plan)
             self._choose(plan, logits, output)
@@ -270,7 +276,12 @@ class Engine:
                 self._fail(item.sequence.request, "engine_error", message, output)
             return output.chunks
         prefilled = sum(item.count for item in plan.scheduled if item.is_prefill)
-        decoded = sum(item.count for item in plan.scheduled if not item.is_prefill)
+        decoded = sum(not item.is_prefill for item in plan.scheduled)
+        totals.decode_passes += decoded
+        if decoded:
+            # Guesses that came true and forced tokens are tokens as well.
+            first = sum(item.sequence.slots for item in plan.scheduled if item.is_prefill and item.samples)
+            decoded = max(totals.generated_tokens - before - first, decoded)
         seconds = self._clock() - began
         self._meter.step(prefilled, decoded, seconds)
         if self._tiers is not None:
@@ -294,6 +305,10 @@ class Engine:
             cached_tokens_total=totals.cached_tokens,
             generated_tokens_total=totals.generated_tokens,
             preemptions_total=totals.preemptions,
+            drafted_tokens_total=totals.drafted_tokens,
+            accepted_tokens_total=totals.accepted_tokens,
+            forced_tokens_total=totals.forced_tokens,
+            decode_passes_total=totals.decode_passes,
             requests_total=totals.requests,
             aborted_total=totals.aborted,
             prefill_tokens_per_second=self._meter.prefill.value,
@@ -345,7 +360,12 @@ class Engine:
         """The logits of the plan's sampling sequences, one row each, in the plan's order."""
         batch = build_batch(plan.scheduled, self.config.block_size, self._runner.device)
         ends = batch.query_start_list[1:]
-        rows = [end - 1 for item, end in zip(plan.scheduled, ends, strict=True) if item.samples]
+        rows = [
+            row
+            for item, end in zip(plan.scheduled, ends, strict=True)
+            if item.samples
+            for row in range(end - 1 - (item.count - item.known), end)
+        ]
         copies = [copy for item in plan.scheduled for copy in item.copies]
         self._cancelling.begin(item.sequence.request.request_id for item in plan.scheduled)
         try:
@@ -353,7 +373,7 @@ class Engine:
         finally:
             self._cancelling.end()
         for item in plan.scheduled:
-            self._cache.advance(item.sequence, item.count)
+            self._cache.advance(item.sequence, item.known)
             request = item.sequence.request
             if request.held and item.sequence.computed >= request.prompt_tokens:
                 for held in request.held:
@@ -363,55 +383,94 @@ class Engine:
 
     def _choose(self, plan: StepPlan, logits: torch.Tensor, output: StepOutput) -> None:
         """Samples, and appends what was sampled. The first token of every choice comes from the prompt's last row."""
-        sequences, rows = self._rows(plan.scheduled)
-        bitmask, sequences, rows = self._bitmask(sequences, rows, output)
-        if not sequences:
+        wanted = rows_of(plan.scheduled)
+        bitmask, wanted = self._bitmask(wanted, output)
+        if not wanted:
             return
+        rows = [row for one in wanted for row in one.rows]
         if rows != list(range(logits.shape[0])):
             logits = logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)]
-        sampled = self._sampler.sample(logits, [sequence.sampling for sequence in sequences], bitmask)
-        for sequence in sequences:
-            if sequence.status is Status.UNFORKED:
-                self._fork(sequence)
-        for sequence, token in zip(sequences, sampled, strict=True):
-            if sequence.status is Status.RUNNING:  # a choice that failed has ended its siblings
-                self._append(sequence, token, output)
+        sampled = iter(self._sampler.sample(logits, [state for one in wanted for state in one.states()], bitmask))
+        for one in wanted:
+            if one.sequence.status is Status.UNFORKED:
+                self._fork(one.sequence)
+        for one in wanted:
+            tokens = [next(sampled) for _ in one.rows]
+            if one.sequence.status is Status.RUNNING:  # a choice that failed has ended its siblings
+                self._take(one, tokens, output)
 
-    def _rows(self, scheduled: Iterable[ScheduledSequence]) -> tuple[list[Sequence], list[int]]:
-        """Which sequences a token is chosen for, and from which row of the logits."""
-        sequences: list[Sequence] = []
-        rows: list[int] = []
-        row = 0
-        for item in scheduled:
-            if not item.samples:
-                continue
-            choices = item.sequence.request.sequences if item.sequence.is_trunk else [item.sequence]
-            sequences.extend(choices)
-            rows.extend([row] * len(choices))
-            row += 1
-        return sequences, rows
+    def _take(self, one: Choosing, tokens: list[SampledToken], output: StepOutput) -> None:
+        """Appends what was sampled: the guesses that came true, and the first token that was not guessed."""
+        sequence, drafted = one.sequence, one.drafted
+        came_true = 0
+        for guess, token in zip((*drafted, None), tokens, strict=True):
+            true = guess is not None and token.error is None and token.token_id == guess
+            came_true += true
+            self._append(sequence, token, output, computed=true)
+            if not true or sequence.status is not Status.RUNNING:
+                break
+        if drafted:
+            self._meter.totals.drafted_tokens += len(drafted)
+            self._meter.totals.accepted_tokens += came_true
+            if sequence.draft_length is not None:
+                sequence.draft_length.verified(len(drafted), came_true)
+        if sequence.status is Status.RUNNING:
+            self._force(sequence, output)
 
-    def _bitmask(
-        self, sequences: list[Sequence], rows: list[int], output: StepOutput
-    ) -> tuple[torch.Tensor | None, list[Sequence], list[int]]:
+    def _force(self, sequence: Sequence, output: StepOutput) -> None:
+        """Appends the tokens that the grammar leaves no choice about. Only logprobs need a pass for what is known anyhow."""
+        if sequence.matcher is None or sequence.request.params.logprobs is not None:
+            return
+        for _ in range(MAX_FORCED):
+            mask = allocate_bitmask(1, self._info.vocab_size)
+            try:
+                sequence.matcher.fill_bitmask(mask, 0)
+            except Exception as error:  # noqa: BLE001 - fails this request alone, when its next token is chosen
+                sequence.broken = error
+                return
+            token_id = only_token(mask[0])
+            if token_id is None:
+                sequence.next_mask = mask[0]
+                return
+            self._meter.totals.forced_tokens += 1
+            self._append(sequence, SampledToken(token_id), output)
+            if sequence.status is not Status.RUNNING:
+                return
+
+    def _bitmask(self, wanted: list[Choosing], output: StepOutput) -> tuple[torch.Tensor | None, list[Choosing]]:
         """What the grammars allow next, int32 [R, ceil(V / 32)], or None without any. A request whose grammar breaks fails and
         leaves the rows."""
-        if all(sequence.matcher is None for sequence in sequences):
-            return None, sequences, rows
-        bitmask = allocate_bitmask(len(sequences), self._info.vocab_size)
-        for row, sequence in enumerate(sequences):
-            if sequence.matcher is None or sequence.status is Status.FINISHED:
-                continue
+        if all(one.sequence.matcher is None for one in wanted):
+            return None, wanted
+        bitmask = allocate_bitmask(sum(len(one.rows) for one in wanted), self._info.vocab_size)
+        at = 0
+        kept: list[int] = []
+        for one in wanted:
+            rows = range(at, at + len(one.rows))
+            at = rows.stop
+            if one.sequence.status is not Status.FINISHED and one.sequence.matcher is not None:
+                self._fill(one, bitmask, rows, output)
+            if one.sequence.status is not Status.FINISHED:
+                kept.extend(rows)
+        if len(kept) < at:
+            bitmask = bitmask[kept]
+        return bitmask, [one for one in wanted if one.sequence.status is not Status.FINISHED]
+
+    def _fill(self, one: Choosing, bitmask: torch.Tensor, rows: range, output: StepOutput) -> None:
+        sequence = one.sequence
+        if sequence.broken is None and one.draft is not None and one.draft.masks is not None:
+            bitmask[rows.start : rows.stop] = one.draft.masks
+        elif sequence.next_mask is not None:
+            bitmask[rows.start] = sequence.next_mask
+        elif sequence.matcher is not None:
             try:
-                sequence.matcher.fill_bitmask(bitmask, row)
+                if sequence.broken is not None:
+                    raise sequence.broken
+                sequence.matcher.fill_bitmask(bitmask, rows.start)
             except Exception as error:
                 logger.exception("request %s: its grammar failed", sequence.request.request_id)
                 message = f"The grammar failed: {error or type(error).__name__}"
                 self._fail(sequence.request, "grammar_error", message, output)
-        kept = [row for row, sequence in enumerate(sequences) if sequence.status is not Status.FINISHED]
-        if len(kept) < len(sequences):
-            bitmask = bitmask[kept]
-        return bitmask, [sequences[row] for row in kept], [rows[row] for row in kept]
 
     def _fork(self, sequence: Sequence) -> None:
         """Starts a choice from what choice 0 computed."""
@@ -420,7 +479,8 @@ class Engine:
         self._cache.fork(request.sequences[0], sequence)
         self._scheduler.adopt(sequence)
 
-    def _append(self, sequence: Sequence, sampled: SampledToken, output: StepOutput) -> None:
+    def _append(self, sequence: Sequence, sampled: SampledToken, output: StepOutput, *, computed: bool = False) -> None:
+        """`computed`: it was guessed, and the step that has just run has computed it."""
         request = sequence.request
         if sampled.error is not None:
             self._fail(request, "sampling_error", sampled.error, output)
@@ -436,6 +496,8 @@ class Engine:
             self._fail(request, "engine_error", f"The request failed: {error or type(error).__name__}", output)
             return
         self._meter.totals.generated_tokens += 1
+        if computed:
+            self._cache.advance(sequence, 1)
         if request.first_token_at is None:
             request.first_token_at = self._clock()
         output.token(request, sequence.index, sampled)

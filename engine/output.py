@@ -23,10 +23,16 @@ class StepOutput:
         self._say(request, Started(request.prompt_tokens, request.cached_tokens, queued))
 
     def token(self, request: Request, index: int, sampled: SampledToken) -> None:
-        """A new token of a choice."""
+        """A new token of a choice. Those that come one after the other in a step travel together."""
         logprobs: tuple[TokenLogprob, ...] = ()
         if request.params.logprobs is not None and sampled.logprob is not None:
             logprobs = (TokenLogprob(sampled.token_id, sampled.logprob, sampled.top),)
+        if self.chunks:
+            request_id, last = self.chunks[-1]
+            if request_id == request.request_id and isinstance(last, Tokens) and last.index == index:
+                together = Tokens((*last.token_ids, sampled.token_id), index, (*last.logprobs, *logprobs))
+                self.chunks[-1] = (request_id, together)
+                return
         self._say(request, Tokens((sampled.token_id,), index, logprobs))
 
     def finished(self, request: Request, index: int, decision: StopDecision) -> None:

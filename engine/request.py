@@ -7,13 +7,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from engine.block_table import BlockTable
 from engine.sampling.state import SamplingState
 from engine.sampling.stopping import StopChecker, StopDecision
+from engine.speculation.lengths import DraftLength
+from engine.speculation.ngrams import History
 from gateway.workers.protocol import SamplingParams
 from grammar.compiler import GrammarMatcher
 from prefix_cache.hashing import BlockHash, chain_digest, pack_tokens
+
+MAX_FORCED = 64
+"""Tokens that a grammar forces on a sequence in one step, at most."""
 
 
 class Status(enum.Enum):
@@ -36,7 +42,8 @@ class Sequence:
 
     `digests` names the full blocks of what is known so far (empty without prefix caching), `published` of them were given to
     the pool. `matcher` stands after `output` in the grammar. The first `resumed` tokens of `output` were generated on another
-    worker.
+    worker. `next_mask`: what the grammar allows after `output`, int32 [ceil(V / 32)], where it has been asked; `history` and
+    `draft_length` belong to speculation. `broken`: what went wrong in the grammar between two tokens.
     """
 
     request: Request
@@ -51,11 +58,16 @@ class Sequence:
     computed: int = 0
     published: int = 0
     resumed: int = 0
+    next_mask: torch.Tensor | None = None
+    history: History | None = None
+    draft_length: DraftLength | None = None
+    broken: Exception | None = None
 
     def append(self, token_id: int) -> StopDecision | None:
         """Takes in one more generated token; None: it goes on. Raises ForbiddenTokenError, and nothing of it is taken in."""
         if self.matcher is not None and not self.matcher.accept(token_id):
             raise ForbiddenTokenError
+        self.next_mask = None
         self.sampling.append(token_id)
         decision = self.stops.append(token_id)
         if decision is None and self.matcher is not None and self.matcher.is_terminated():
@@ -72,6 +84,11 @@ class Sequence:
     def remaining(self) -> int:
         """Known tokens whose KV is not computed; 1 while decoding, more while prefilling or recomputing."""
         return self.request.prompt_tokens + len(self.output) - self.computed
+
+    @property
+    def decodes(self) -> bool:
+        """True where what is left to compute was generated just now: one token, or a few that the grammar forced."""
+        return self.remaining == 1 or (self.computed >= self.request.prompt_tokens and self.remaining <= MAX_FORCED + 1)
 
     @property
     def is_trunk(self) -> bool:

@@ -18,28 +18,37 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.kv_cache import BlockCopy, KVCache
 from engine.offloading import Offloading
 from engine.request import Request, Sequence, Status
+from engine.speculation.speculator import Draft, Speculator
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
     """The next `count` tokens of a sequence, from position `start` on; `copies` come before. `samples`: they are the last of
-    the known ones, so a new token is chosen."""
+    the known ones, so a new token is chosen. `draft`: tokens behind them that may come next, which `count` includes. `decodes`:
+    they were generated just now."""
 
     sequence: Sequence
     start: int
     count: int
     samples: bool
     copies: tuple[BlockCopy, ...] = ()
+    draft: Draft | None = None
+    decodes: bool = True
 
     @property
     def is_prefill(self) -> bool:
-        """True unless it only computes the token generated last."""
-        return self.count > 1 or self.start < self.sequence.request.prompt_tokens
+        """True unless it only computes what was generated last, and guesses behind it."""
+        return not self.decodes or self.start < self.sequence.request.prompt_tokens
+
+    @property
+    def known(self) -> int:
+        """Tokens of `count` that are no guesses."""
+        return self.count - (0 if self.draft is None else len(self.draft.tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +65,7 @@ class _Draft:
     """A plan in the making."""
 
     budget: int
+    rows: int
     scheduled: dict[int, ScheduledSequence] = field(default_factory=dict)  # by id(sequence)
     preempted: int = 0
     stalled: bool = False
@@ -69,10 +79,17 @@ class Scheduler:
     """The queue and the running set, both in order of rank."""
 
     def __init__(
-        self, cache: KVCache, *, max_num_seqs: int, max_num_batched_tokens: int, tiers: Offloading | None = None
+        self,
+        cache: KVCache,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        tiers: Offloading | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
-        """tiers: None where there are none."""
+        """tiers, speculator: None where there are none."""
         self._cache = cache
+        self._speculator = speculator
         self._tiers = tiers
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -112,14 +129,15 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan:
         """Plans a step and reserves its blocks. `now` is when requests that leave the queue do so. A plan without a sequence
         comes only from an empty scheduler, or while blocks are being loaded."""
-        draft = _Draft(self._max_num_batched_tokens)
+        draft = _Draft(self._max_num_batched_tokens, self._max_num_seqs)
         started = self._take_arrived(now)
         for decoding in (True, False):
             for sequence in tuple(self.running):
-                if draft.budget > 0 and sequence.status is Status.RUNNING and (sequence.remaining == 1) == decoding:
+                if draft.budget > 0 and sequence.status is Status.RUNNING and sequence.decodes == decoding:
                     self._continue(sequence, draft)
         if not (draft.preempted or draft.stalled):
             started.extend(self._admit(draft, now))
+        self._guess(draft)
         return StepPlan(_families_together(draft.scheduled.values()), tuple(started), draft.preempted)
 
     def _continue(self, sequence: Sequence, draft: _Draft) -> None:
@@ -136,6 +154,30 @@ class Scheduler:
             self._preempt(victim)
             draft.preempted += 1
         self._place(sequence, count, copies, draft)
+
+    def _guess(self, draft: _Draft) -> None:
+        """Lets sequences that decode go further than what is known, as far as budget, rows and free blocks reach when everybody
+        has what is known."""
+        if self._speculator is None:
+            return
+        draft.rows -= sum(item.sequence.slots for item in draft.scheduled.values() if item.samples)
+        for item in tuple(draft.scheduled.values()):
+            sequence = item.sequence
+            if not item.samples or item.is_prefill:
+                continue
+            guess = self._speculator.propose(sequence, len(self.running), min(draft.budget, draft.rows))
+            if guess is None:
+                continue
+            count = item.count + len(guess.tokens)
+            # Nobody gives a block back for a guess, and those that the others will need next are left to them.
+            if self._cache.shortfall(sequence, count) > self._cache.pool.num_available - len(self.running):
+                continue
+            copies = self._cache.reserve(sequence, count)
+            if copies is None:
+                continue
+            draft.scheduled[id(sequence)] = replace(item, count=count, copies=(*item.copies, *copies), draft=guess)
+            draft.budget -= len(guess.tokens)
+            draft.rows -= len(guess.tokens)
 
     def _admit(self, draft: _Draft, now: float) -> list[Request]:
         started: list[Request] = []
@@ -193,7 +235,7 @@ class Scheduler:
 
     def _place(self, sequence: Sequence, count: int, copies: list[BlockCopy], draft: _Draft) -> None:
         samples = count == sequence.remaining
-        item = ScheduledSequence(sequence, sequence.computed, count, samples, tuple(copies))
+        item = ScheduledSequence(sequence, sequence.computed, count, samples, tuple(copies), decodes=sequence.decodes)
         draft.scheduled[id(sequence)] = item
         draft.budget -= count
 

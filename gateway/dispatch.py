@@ -36,6 +36,7 @@ from prefix_cache.index import ResidencyIndex
 log = logging.getLogger(__name__)
 
 _MAX_BACKGROUND = 1000
+_MAX_MODELS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,7 @@ class PoolDispatcher:
         self._config = config
         self._admission = admission if admission is not None else AdmissionConfig()
         self._freed: Callable[[], None] = lambda: None
+        self._roomy: dict[str, Member] = {}
         self._telemetry = telemetry
         self._stages = telemetry.stages if telemetry is not None else StageTimes()
         self.index = ResidencyIndex(config.router.max_indexed_blocks, config.router.max_predicted_blocks)
@@ -149,13 +151,37 @@ class PoolDispatcher:
             return ()
         for member in members:
             member.books.freed = self._freed
-        return [room for room in map(self._room, members) if room is not None]
+        rooms = [room for room in map(self._room, members) if room is not None]
+        if rooms and len(self._roomy) < _MAX_MODELS:
+            best = max(rooms, key=lambda room: room.blocks)
+            self._roomy[model] = members[rooms.index(best)] if len(rooms) == len(members) else members[0]
+        return rooms
+
+    def some_room(self, model: str) -> WorkerRoom | None:
+        """What is left of the worker that had most when all were looked at last (gateway.admission.rooms.SomeRoom): with many
+        workers, looking at all of them for every turn costs more than routing it."""
+        member = self._roomy.get(model)
+        if member is None or not member.available or member.missed or self.pool.member(member.name) is not member:
+            return None
+        return self._room(member)
 
     def _room(self, member: Member) -> WorkerRoom | None:
         if member.info is None:
             return None
-        ahead, books = self._admission.ahead, member.books
-        return room_of(member.name, member.info, member.stats, books.blocks, member.load.requests, ahead=ahead)
+        ahead, blocks = self._admission.ahead, int(member.books.blocks * member.sharing.factor)
+        return room_of(member.name, member.info, member.stats, blocks, member.requests, ahead=ahead)
+
+    def _has_room(self, member: Member, blocks: int) -> bool:
+        """As `_room(member).takes(blocks)`: this is asked of every worker for every turn."""
+        info, requests, share = member.info, member.requests, 1 + self._admission.ahead
+        if info is None or not requests:
+            return True
+        if 0 < info.max_concurrency * share < requests + 1:
+            return False
+        used, stats = int(member.books.blocks * member.sharing.factor), member.stats
+        if stats is not None:
+            used = max(used, stats.num_blocks - stats.free_blocks - stats.cached_blocks)
+        return info.num_blocks <= 0 or used + blocks <= info.num_blocks * share
 
     async def wait_ready(self, count: int, timeout: float | None = None) -> None:
         """Waits until `count` workers are ready. Raises TimeoutError."""
@@ -272,8 +298,10 @@ class PoolDispatcher:
         info = next(iter(members.values())).info
         blocks = needed_blocks(tokens, output, info)
         # A worker that has no room left is none to choose, unless none has.
-        roomy = {name: member for name, member in members.items() if (room := self._room(member)) and room.takes(blocks)}
-        members = roomy or members
+        full = [name for name, member in members.items() if not self._has_room(member, blocks)]
+        if full and len(full) < len(members):
+            for name in full:
+                del members[name]
         with self._stages.spent("route"):
             route = self.router.route(
                 digests=digests,

@@ -113,7 +113,10 @@ def _param(turn: Turn, refused: GrammarRefused) -> str:
     where = refused.pointer or ""
     if refused.tool is not None:
         position = next((i for i, tool in enumerate(turn.tools) if tool.name == refused.tool), None)
-        return f"/tools/{position}/function/parameters{where}" if position is not None else "tools"
+        if position is None:
+            return "tools"
+        place = "name" if refused.pointer is None else f"parameters{where}"
+        return f"/tools/{position}/function/{place}"
     if turn.response_format.field is not None:
         return turn.response_format.field
     return f"/response_format/json_schema/schema{where}" if refused.pointer is not None else "response_format"

@@ -152,6 +152,8 @@ class Pipeline:
                     rung = self.prompts.grammars.of(model, turn).rung
                 plan = self.prompts.grammars.below(model, turn, prompt.grammar, rung)
                 if plan is None:
+                    if turn.response_format.field is not None:
+                        error.param = turn.response_format.field
                     raise
                 rung = plan.rung
                 log.info("a worker refused a grammar, so less of it is enforced: %s", error.message)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import xgrammar
 
@@ -28,6 +29,16 @@ _REFUSAL_BYTES = 1024
 def allocate_bitmask(rows: int, vocab_size: int) -> torch.Tensor:
     """An int32 CPU tensor [rows, ceil(vocab_size / 32)] with every token allowed (bit t of row r: token t may come next)."""
     return torch.full((rows, (vocab_size + 31) // 32), -1, dtype=torch.int32)
+
+
+def only_token(mask: torch.Tensor) -> int | None:
+    """The one token that a row of a bitmask allows, int32 [ceil(V / 32)]; None where it allows another number of them."""
+    words = mask.numpy().view(np.uint32)
+    (places,) = words.nonzero()
+    if len(places) != 1:
+        return None
+    word = int(words[places[0]])
+    return None if word & (word - 1) else int(places[0]) * 32 + word.bit_length() - 1
 
 
 _UNWRITABLE = b"\xff" + UNWRITABLE.encode()
@@ -113,6 +124,15 @@ class GrammarMatcher:
         if token_id in self._textless or self._matcher.is_terminated():
             return False
         return bool(self._matcher.accept_token(token_id))
+
+    def rollback(self, count: int) -> None:
+        """Takes the last `count` accepted tokens back."""
+        if count:
+            self._matcher.rollback(count)
+
+    def jump(self) -> list[int]:
+        """Tokens that spell what the grammar forces next, as a model might not. [] where nothing is forced."""
+        return [] if self._matcher.is_terminated() else list(self._matcher.find_jump_forward_tokens())
 
     def accepts_whole(self, text: str) -> bool:
         """Whether `text`, from here on, is a whole text of the grammar, however it is cut into tokens. Advances."""

@@ -26,6 +26,9 @@ ToEbnf = Callable[[dict[str, Any] | bool], str]
 UNWRITABLE = "\U0010ffff"
 """A character that is none (Unicode 16, section 23.7). Special tokens are written with it, and no free text may hold it."""
 
+MAX_SMALL_GRAMMAR = 2000
+"""Characters of EBNF up to which it counts as cheap."""
+
 MAX_REPEATED = 128
 """Counted repetition up to which a source counts as cheap."""
 
@@ -78,6 +81,7 @@ class _Reader:
         self.milliseconds = 0.0
         self.heaviest = 0.0
         self.counting_milliseconds = 0.0
+        self._prepared: dict[str, dict[str, Any] | bool] = {}
 
     def read(self, node: Any, path: tuple[str | int, ...]) -> Any:
         """A format, with its schemas prepared."""
@@ -92,6 +96,8 @@ class _Reader:
             return self._schema(node, path)
         if kind == "regex" and isinstance(node.get("pattern"), str):
             self.milliseconds += self._regex(node["pattern"], path)
+        elif kind == "grammar" and _is_small_grammar(node.get("grammar")):
+            self.milliseconds += len(node["grammar"]) / 2
         elif kind in ("grammar", "regex", "qwen_xml_parameter") or "style" in node or _is_long_repeat(node):
             self.milliseconds = float("inf")
         return {key: self.read(child, (*path, key)) if isinstance(child, dict | list) else child for key, child in node.items()}
@@ -114,17 +120,26 @@ class _Reader:
             raise GrammarRefused("The grammar has a json_schema without a schema.", pointer=json_pointer(path))
         title = schema.get("title") if isinstance(schema, dict) else None
         tool = title if isinstance(title, str) else None
-        prepared = prepare(schema, Context(self._limits, tool), as_object=False)
-        if prepared is False:
-            raise GrammarRefused("The grammar has a schema that allows no value.", tool=tool, pointer="")
-        cost = estimated_milliseconds(prepared)
-        self.milliseconds += cost
-        self.heaviest = max(self.heaviest, cost)
-        self.counting_milliseconds = max(self.counting_milliseconds, counting_milliseconds(prepared))
+        written = json.dumps(schema)
+        if written not in self._prepared:  # a schema that stands in several places is compiled once
+            prepared = prepare(schema, Context(self._limits, tool), as_object=False)
+            if prepared is False:
+                raise GrammarRefused("The grammar has a schema that allows no value.", tool=tool, pointer="")
+            cost = estimated_milliseconds(prepared)
+            self.milliseconds += cost
+            self.heaviest = max(self.heaviest, cost)
+            self.counting_milliseconds = max(self.counting_milliseconds, counting_milliseconds(prepared))
+            self._prepared[written] = prepared
+        prepared = self._prepared[written]
         node = {**node, "json_schema": prepared}
         if set(node) <= {"type", "json_schema", "style"}:
             self.schemas.append((node, tool))
         return node
+
+
+def _is_small_grammar(text: object) -> bool:
+    """Short, and without counted repetition, which is what XGrammar takes long for."""
+    return isinstance(text, str) and len(text) <= MAX_SMALL_GRAMMAR and "{" not in text
 
 
 def _is_long_repeat(node: dict[str, Any]) -> bool:

@@ -20,6 +20,7 @@ from typing import IO
 import msgspec
 
 from grammar.compiler import raw_compile, tokenizer_info
+from grammar.lowering import error_text
 from grammar.probe import Outcome, ProbeSetup, Trial, read_message, write_message
 
 _READ_SIZE = 4096
@@ -92,7 +93,7 @@ class _Forker:
         except MemoryError:
             said = _TOO_MUCH_MEMORY.encode()
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
-            said = f"cannot be compiled: {error}".encode()[:2000]
+            said = f"cannot be compiled: {error_text(error)}".encode()[:2000]
         finally:
             with contextlib.suppress(OSError):
                 os.write(pipe, said)

@@ -158,6 +158,10 @@ class HostArena:
                 self._heal(place)
         return sound, damaged
 
+    def trim(self, used_bytes: int) -> int:
+        """Gives up blocks until `used_bytes` are used. Their memory stays the arena's. Returns how many went."""
+        return len(self.table.shrink(used_bytes))
+
     def _heal(self, place: Place) -> None:
         self._damage.say("%s: the block in slot %d was damaged and is gone.", self.table.path, place.slot)
         self.table.drop((place,), damaged=True)

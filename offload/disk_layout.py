@@ -30,11 +30,13 @@ _USERS = 1024
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """The description of a namespace: `format` must be FORMAT, `slot_bytes` is what one block takes."""
+    """The description of a namespace: `format` must be FORMAT, `slot_bytes` is what one block takes, `max_bytes` the bound
+    that it was last used with."""
 
     format: int
     key: str
     slot_bytes: int
+    max_bytes: int = 0
     model: str = ""
     codec: str = ""
 
@@ -57,7 +59,7 @@ def read_about(place: Path) -> About | None:
     """None when there is none that this version understands."""
     try:
         content = json.loads((place / "about").read_bytes())
-        about = About(**{name: content[name] for name in ("format", "key", "slot_bytes", "model", "codec")})
+        about = About(**{name: content[name] for name in ("format", "key", "slot_bytes", "max_bytes", "model", "codec")})
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return about if about.format == FORMAT and about.key == place.name and isinstance(about.slot_bytes, int) else None

@@ -82,7 +82,7 @@ class DiskStore:
         for name in disk_layout.foreign_formats(directory):
             logger.warning("%s is of another version and is not read; remove it when nothing uses it.", directory / name)
         try:
-            self._open(directory, key, slots, About(FORMAT, key.hex(), self._slot_bytes, model, codec), tables)
+            self._open(directory, key, slots, About(FORMAT, key.hex(), self._slot_bytes, max_bytes, model, codec), tables)
         except OSError as error:
             raise TierUnavailable(f"{self.place} cannot be used: {error.strerror or error}.") from error
 
@@ -104,6 +104,7 @@ class DiskStore:
                 logger.warning("%s was written by another version and is not read; it begins anew.", self.place)
             os.ftruncate(self._data, 0)
             os.ftruncate(self._records, 0)
+        if known != about:
             disk_layout.write_about(self.place, about)
         self._adopt()
 

@@ -67,7 +67,7 @@ class SlotColumns:
     `header`, and `at_NAME` for each column: memoryviews, for single values. `NAME`: NumPy arrays, for all of them.
     """
 
-    def __init__(self, memory: mmap.mmap, slots: int) -> None:
+    def __init__(self, memory: mmap.mmap | bytes, slots: int) -> None:
         whole: memoryview[Any] = memoryview(memory)
         self.slots = slots
         self.buckets = bucket_count(slots)

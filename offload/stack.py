@@ -16,6 +16,7 @@ from offload.errors import TierUnavailable
 from offload.estimate import TransferCost
 from offload.guard import GuardedTier
 from offload.mirror import TierMirror
+from offload.remote_store import RemoteStore
 from offload.tier import Tier
 from prefix_cache.events import DISK, HOST
 from prefix_cache.hashing import BlockHash
@@ -63,6 +64,12 @@ def open_tiers(config: OffloadConfig, namespace: BlockHash, shape: BlockShape, m
             tiers.append(GuardedTier(disk, TransferCost(encoded / _DISK_RATE)))
         except (TierUnavailable, OSError) as error:
             logger.warning("no disk tier: %s", error)
+    if config.remote is not None:
+        try:
+            remote = RemoteStore(config.remote, tier_key(namespace, config.codec), encoded, config.remote_bytes)
+            tiers.append(GuardedTier(remote, TransferCost(encoded / _REMOTE_RATE)))
+        except TierUnavailable as error:
+            logger.warning("no remote tier: %s", error)
     return TierStack(tuple(tiers), tuple(mirrors))
 
 

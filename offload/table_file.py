@@ -19,7 +19,10 @@ from offload.slot_layout import SlotColumns
 from prefix_cache.hashing import BlockHash
 
 MAX_MEMBERS = 1024
-_MUTEX, _OPENING, _FIRST_MEMBER = 0, 1, 16
+FIRST_MEMBER = 16
+"""The lock of member 0 (offload.shared_locks)."""
+
+_MUTEX, _OPENING = 0, 1
 HALVES = struct.Struct("<QQ")
 """A digest as two words."""
 _OPEN_BUDGET = 30.0
@@ -73,7 +76,7 @@ class TableFile:
         return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
 
     def _attach(self, slots: int) -> None:
-        alone = self._locks.is_range_free(_FIRST_MEMBER, MAX_MEMBERS)
+        alone = self._locks.is_range_free(FIRST_MEMBER, MAX_MEMBERS)
         known = self._known_geometry()
         self.is_alone = alone
         if known is None and not alone:
@@ -113,7 +116,7 @@ class TableFile:
 
     def _join(self) -> int:
         for member in range(MAX_MEMBERS):
-            if self._locks.try_lock(_FIRST_MEMBER + member):
+            if self._locks.try_lock(FIRST_MEMBER + member):
                 return member
         raise TierUnavailable(f"{MAX_MEMBERS} processes use {self.path} already.")
 
@@ -122,13 +125,13 @@ class TableFile:
         if self.descriptor < 0:
             return
         with contextlib.suppress(TierUnavailable, OSError), SharedMutex(self._locks, _OPENING).held():
-            if not keep and self._locks.is_range_free(_FIRST_MEMBER, MAX_MEMBERS) and self._is_current():
+            if not keep and self._locks.is_range_free(FIRST_MEMBER, MAX_MEMBERS) and self._is_current():
                 os.unlink(self.path)
         # The mapping keeps the file open, and with it the locks.
-        self._locks.unlock(_FIRST_MEMBER + self.member)
+        self._locks.unlock(FIRST_MEMBER + self.member)
         descriptor, self.descriptor = self.descriptor, -1
         os.close(descriptor)
 
     def is_alive(self, member: int) -> bool:
         """True while the process that is this member lives."""
-        return member == self.member or self._locks.is_held_elsewhere(_FIRST_MEMBER + member)
+        return member == self.member or self._locks.is_held_elsewhere(FIRST_MEMBER + member)

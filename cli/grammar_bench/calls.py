@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
@@ -16,8 +17,11 @@ from grammar.checking.validate import NotCheckable, violations
 from grammar.tools import Tool
 
 _CHOICES = 8
+_SIDE_BY_SIDE = 3
 _MAX_TOKENS = 240
 _SHOWN_TOOLS = 3
+NOTHING = {"type": "object", "additionalProperties": False}
+"""What the arguments of a tool without parameters are."""
 
 
 @dataclass(slots=True)
@@ -49,20 +53,20 @@ async def generate_calls(
         http = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)))
         status = stack.enter_context(console.status("Starting")) if console.is_terminal else None
         numbers = iter(range(10**9))
+        until = time.monotonic() + options["seconds"]
 
         async def ask() -> None:
-            while report.finished < count:
+            while report.finished < count and time.monotonic() < until:
                 number = next(numbers)
-                offered = _offered(tools, number)
-                await _one(http, gateway.url, offered, temperature, number, report)
+                await _one(http, gateway.url, offered(tools, number), temperature, number, report)
                 if status is not None:
                     status.update(f"{report.finished} of {count} calls")
 
-        await asyncio.gather(ask(), ask())
+        await asyncio.gather(*(ask() for _ in range(_SIDE_BY_SIDE)))
     return report
 
 
-def _offered(tools: Sequence[Tool], number: int) -> list[Tool]:
+def offered(tools: Sequence[Tool], number: int) -> list[Tool]:
     """A few tools of different names, other ones for each number."""
     offered: dict[str, Tool] = {}
     for step in range(_SHOWN_TOOLS * 4):
@@ -96,25 +100,25 @@ async def _one(
                 raise GatewayError(f"Too many requests failed, the last with {report.wrong[-1]}")
             return
     warnings = " ".join(answer.get("warnings", ()))
-    schemas = {tool.name: tool.parameters or {} for tool in tools}
+    schemas = {tool.name: tool.parameters or NOTHING for tool in tools}
     for choice in answer["choices"]:
         if choice["finish_reason"] != "tool_calls":
             report.cut += 1
             continue
         for call in choice["message"]["tool_calls"]:
-            _count(call["function"], schemas, warnings, report)
+            name = call["function"]["name"]
+            count_call(name, call["function"]["arguments"], schemas.get(name, False), f"tool {name}:" in warnings, report)
 
 
-def _count(function: dict[str, Any], schemas: dict[str, Any], warnings: str, report: CallsReport) -> None:
+def count_call(name: str, arguments: str, schema: Any, warned: bool, report: CallsReport) -> None:
+    """Counts one finished call. `warned`: the caller was told that keywords of its tool were not enforced."""
     report.finished += 1
-    name, arguments = function["name"], function["arguments"]
-    warned = f"tool {name}:" in warnings
     report.warned += warned
     try:
         json.loads(arguments)
         report.parsed += 1
-        found = violations(schemas[name], arguments)
-    except (ValueError, NotCheckable, KeyError) as error:
+        found = violations(schema, arguments)
+    except (ValueError, NotCheckable) as error:
         report.wrong.append(f"{name}: {error}: {arguments[:200]}")
         return
     if not found:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -37,6 +40,13 @@ class TokenCounts:
         self._counts[self._size] = 1
         self._slots[token_id] = self._size
         self._size += 1
+
+    def copy(self) -> TokenCounts:
+        """One that goes on by itself."""
+        other = TokenCounts()
+        other._ids, other._counts = self._ids.copy(), self._counts.copy()
+        other._size, other._slots = self._size, dict(self._slots)
+        return other
 
     @property
     def ids(self) -> npt.NDArray[np.int64]:
@@ -93,6 +103,17 @@ class SamplingState:
             slot = int(np.searchsorted(self._prompt_ids, token_id))
             if slot == len(self._prompt_ids) or self._prompt_ids[slot] != token_id:
                 self._beyond_prompt.add(token_id)
+
+    def ahead(self, tokens: Sequence[int]) -> SamplingState:
+        """As it would be after these tokens; itself stays where it is."""
+        later = copy.copy(self)
+        if self.counted:
+            later.counts = self.counts.copy()
+        if self.repetition:
+            later._beyond_prompt = self._beyond_prompt.copy()
+        for token_id in tokens:
+            later.append(token_id)
+        return later
 
     @property
     def position(self) -> int:

@@ -15,12 +15,16 @@ _MIN_TOKENS = 1024
 
 
 class PromptMemory:
-    """Packed prompts by digest, at most `max_bytes` of them, least recently used forgotten first. Single-threaded."""
+    """Packed prompts by tenant and digest, at most `max_bytes` of them, least recently used forgotten first. Single-threaded.
+
+    The digest is quick and no cryptographic one: somebody may find two prompts that have the same. Within a tenant that is
+    their own affair; nobody is ever given what another tenant sent.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._prompts: OrderedDict[bytes, bytes] = OrderedDict()
+        self._prompts: OrderedDict[tuple[str, bytes], bytes] = OrderedDict()
 
     @property
     def held_bytes(self) -> int:
@@ -36,30 +40,31 @@ class PromptMemory:
             request = msgspec.structs.replace(request, packed_token_ids=self._joined(request), prefix=None)
         packed = request.packed_token_ids
         if packed is not None and request.session is not None and len(packed) % _TOKEN_BYTES == 0:
-            self._remember(packed)
+            self._remember(request.tenant, packed)
         return request
 
     def _joined(self, request: GenerateRequest) -> bytes:
         prefix = request.prefix
         if prefix is None or request.packed_token_ids is None:
             raise RequestRefused("invalid_request", "A prefix goes with packed_token_ids; send both, or token_ids.", "prefix")
-        known = self._prompts.pop(prefix.digest, None)
+        at = (request.tenant, prefix.digest)
+        known = self._prompts.pop(at, None)
         if known is None or len(known) != prefix.tokens * _TOKEN_BYTES:
             if known is not None:
-                self._prompts[prefix.digest] = known
+                self._prompts[at] = known
             raise RequestRefused("unknown_prefix", "This prompt's beginning is not remembered here; send all of it.", "prefix")
         # The longer one takes its place: a session goes on from its end.
         self._bytes -= len(known)
         return known + request.packed_token_ids
 
-    def _remember(self, packed: bytes) -> None:
+    def _remember(self, tenant: str, packed: bytes) -> None:
         if len(packed) < _MIN_TOKENS * _TOKEN_BYTES or len(packed) > self._max_bytes:
             return
-        digest = xxhash.xxh3_128_digest(packed)
-        if digest in self._prompts:
-            self._prompts.move_to_end(digest)
+        at = (tenant, xxhash.xxh3_128_digest(packed))
+        if at in self._prompts:
+            self._prompts.move_to_end(at)
             return
-        self._prompts[digest] = packed
+        self._prompts[at] = packed
         self._bytes += len(packed)
         while self._bytes > self._max_bytes:
             self._bytes -= len(self._prompts.popitem(last=False)[1])

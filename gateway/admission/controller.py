@@ -14,7 +14,7 @@ from gateway.access.entries import PRIORITY_CLASSES, PriorityClass
 from gateway.admission.config import AdmissionConfig
 from gateway.admission.drain import DrainMeter
 from gateway.admission.fair_queue import FairQueue, Waiting
-from gateway.admission.rooms import Rooms, WorkerRoom, choose
+from gateway.admission.rooms import Rooms, SomeRoom, WorkerRoom, choose
 from gateway.turn import TurnError
 
 Shed = Literal["queue_full", "share_exceeded", "queue_timeout", "too_long_a_wait"]
@@ -85,9 +85,17 @@ class _Queue:
 class Admission:
     """One for a gateway. Use on one event loop. `sheds` counts (reason, kind of turn) since the start."""
 
-    def __init__(self, config: AdmissionConfig, rooms: Rooms, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: AdmissionConfig,
+        rooms: Rooms,
+        *,
+        some_room: SomeRoom = lambda model: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.config = config
         self._rooms = rooms
+        self._some_room = some_room
         self._clock = clock
         self._queues: dict[str, _Queue] = {}
         self.in_flight = 0
@@ -107,6 +115,12 @@ class Admission:
         now = self._clock()
         turn = _Turn(ask.tenant, ask.priority, ask.continuing, ask.tokens, ask.cost, needs=ask.needs, since=now)
         if not len(queue.fair):
+            likely = self._some_room(ask.model)
+            if likely is not None:
+                for blocks in queue.booked.get(likely.name, ()):
+                    likely.reserve(blocks)
+                if self._grant(queue, turn, [likely]):
+                    return self._ticket(ask.model, turn, 0.0)
             rooms = self._room(ask.model, queue)
             # Without any worker the dispatcher says what there is to say.
             if not rooms or self._grant(queue, turn, rooms):

@@ -13,7 +13,7 @@ from gateway.access.entries import PriorityClass
 from gateway.admission.buckets import Buckets
 from gateway.admission.controller import Admission, Ask, Ticket
 from gateway.admission.limits import Charge, RateLimits
-from gateway.admission.rooms import Rooms, needed_blocks, reserved_output
+from gateway.admission.rooms import Rooms, SomeRoom, needed_blocks, reserved_output
 from gateway.admission.shared_buckets import SharedBuckets
 from gateway.auth import Caller
 from gateway.config import GatewayConfig
@@ -163,12 +163,13 @@ def make_gate(
     telemetry: Telemetry,
     *,
     rooms: Rooms = lambda model: (),
+    some_room: SomeRoom = lambda model: None,
     shared_limits: RedisLink | None = None,
 ) -> Gate:
-    """`rooms`: what workers can take; without it every turn begins at once. `shared_limits`: where gateways count together what
-    keys use."""
+    """`rooms`, `some_room`: what workers can take; without them every turn begins at once. `shared_limits`: where gateways
+    count together what keys use."""
     buckets = Buckets()
     limits = RateLimits(buckets, SharedBuckets(shared_limits, buckets) if shared_limits is not None else None)
-    gate = Gate(Admission(config.admission, rooms), limits)
+    gate = Gate(Admission(config.admission, rooms, some_room=some_room), limits)
     telemetry.watch_admission(gate.admission, limits)
     return gate

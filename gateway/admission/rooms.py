@@ -31,6 +31,9 @@ class WorkerRoom:
 Rooms = Callable[[str], Sequence[WorkerRoom]]
 """The workers that may take a turn of a model now, with what is left of them. The caller may change what it gets."""
 
+SomeRoom = Callable[[str], WorkerRoom | None]
+"""One worker of those, which is likely to have room: what most turns need to know. None where none comes to mind."""
+
 
 def room_of(name: str, info: WorkerInfo, stats: WorkerStats | None, blocks: int, requests: int, *, ahead: float) -> WorkerRoom:
     """`blocks`: that requests in flight from here need until they end; `requests`: in flight there, others' among them.

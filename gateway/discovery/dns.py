@@ -8,13 +8,13 @@ import ipaddress
 import logging
 import socket
 from collections.abc import Awaitable, Callable
-
-import dns.asyncresolver
-import dns.exception
-import dns.resolver
+from typing import TYPE_CHECKING
 
 from gateway.discovery.fleet import Publish
 from gateway.workers.spec import WorkerSpec
+
+if TYPE_CHECKING:  # loading it takes a fifth of a second
+    import dns.asyncresolver
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +90,9 @@ def addresses_of(host: str, port: int) -> Resolve:
 
 def targets_of(service: str, resolver: dns.asyncresolver.Resolver | None = None) -> Resolve:
     """The targets of an SRV record, such as `_http._tcp.workers.example.com`, each at all of its addresses."""
+    import dns.asyncresolver
+    import dns.exception
+    import dns.resolver
 
     async def resolve() -> list[Address]:
         used = resolver if resolver is not None else dns.asyncresolver.Resolver()

@@ -221,6 +221,13 @@ class _PoolCollector(Collector):
                 if value is not None:
                     family.add_metric((view.name,), value)
             yield family
+        trouble = CounterMetricFamily(
+            prefix + "kv_event_trouble", "KV events of workers that were lost or could not be used", labels=("worker", "what")
+        )
+        for view in views:
+            for what, times in view.event_trouble.items():
+                trouble.add_metric((view.name, what), times)
+        yield trouble
 
 
 class _AdmissionCollector(Collector):

@@ -112,7 +112,11 @@ class SharedTurn:
         self._trim()
 
     def slim(self) -> None:
-        """After its end, where its answer is kept: its prompt, its conversation and its connections go."""
+        """After its end, where its answer is kept: its prompt, its conversation and its connections go; once these are closed,
+        where the last reader was torn away while they were."""
+        if self._closing is not None and not self._closing.done():
+            self._closing.add_done_callback(lambda _: self.slim())
+            return
         running = self._starting.result().running
         running.release()
         self._starting = asyncio.get_running_loop().create_future()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from gateway.workers.protocol import Chunk, ErrorDetail, GenerateRequest, RetentionHint, WorkerInfo, WorkerStats
 from prefix_cache.events import KVMessage
@@ -50,6 +50,15 @@ class ChunkStream(Protocol):
 
     async def finish(self) -> None:
         """After Done or Failed: gives the connection back for other requests. Drops it when it is not fit for that."""
+
+
+@runtime_checkable
+class CountsTrouble(Protocol):
+    """A worker whose KV events may be wrong in ways of their own."""
+
+    @property
+    def event_trouble(self) -> Mapping[str, int]:
+        """How often what went wrong with its KV events, in a few fixed words."""
 
 
 class Worker(Protocol):

@@ -42,6 +42,7 @@ class ForeignClient:
     """A `Worker` but for `info`, `stats` and `generate`. `what` names its kind in errors."""
 
     what = "such a server"
+    _first_model: str | None = None
 
     def __init__(self, spec: WorkerSpec, patience: Patience) -> None:
         key = spec.api_key
@@ -86,6 +87,21 @@ class ForeignClient:
         async for message in self.events.follow(info, instance, after):
             yield message
 
+    @property
+    def event_trouble(self) -> Mapping[str, int]:
+        """`lost`: gaps that nobody could fill. `garbage`: batches that make no sense. `unknown_parent`, `not_named`: events
+        left out, as what they follow, or what they hold, has no name here."""
+        events = self.events
+        if events is None:
+            return {}
+        blocks = events.blocks
+        return {
+            "lost": events.lost,
+            "garbage": events.garbage,
+            "unknown_parent": blocks.unknown_parents if blocks is not None else 0,
+            "not_named": blocks.not_named if blocks is not None else 0,
+        }
+
     async def aclose(self) -> None:
         if self.events is not None:
             self.events.close()
@@ -95,6 +111,14 @@ class ForeignClient:
         if self._info is None:
             raise WorkerUnavailableError(f"worker {self.url} was not asked yet what it serves", reached=True)
         return self._info
+
+    def _name_of(self, base: str) -> str:
+        """What the gateway calls a worker's model. `spec.model` stands for the one it had at the first contact: a worker that
+        comes back with another one is not taken for it."""
+        if self._spec.model is None:
+            return base
+        self._first_model = self._first_model or base
+        return self._spec.model if base == self._first_model else base
 
     async def _cards(self) -> list[ModelCard]:
         return (await self._get("/v1/models", MODEL_CARDS)).data

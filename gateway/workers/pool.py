@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from gateway.turn import TurnError
-from gateway.workers.base import Worker
+from gateway.workers.base import CountsTrouble, Worker
 from gateway.workers.foreign import adapter_namespace, foreign_namespace
 from gateway.workers.member import Member, ProbeConfig, State
 from gateway.workers.protocol import WorkerInfo
@@ -150,7 +150,10 @@ class WorkerPool:
 
     def is_opaque(self, model: str) -> bool:
         """Whether turns for a model are for opaque workers."""
-        return model not in self._models and model not in self._aliases and model in self.opaque_models()
+        if model in self._models or model in self._aliases:
+            return False
+        infos = (member.info for member in self._members.values())
+        return any(info is not None and not info.capabilities.token_prompts and serves(info, model) for info in infos)
 
     def opaque_info(self, model: str) -> WorkerInfo:
         """What an opaque worker is for one of its models. Raises TurnError 503 while none is up."""
@@ -166,11 +169,13 @@ class WorkerPool:
         return tuple(dict.fromkeys((*self._models, *self._aliases)))
 
     def none_up(self, model: str) -> TurnError:
-        """The answer while no worker of a model can be used; says how the workers are."""
+        """The answer while no worker of a model can be used; says how those are that serve it, or might."""
+        name = self._aliases.get(model, model)
         states = "; ".join(
             f"{m.name} is {'draining' if m.state is State.READY and m.draining else m.state.value}"
             + (f" ({m.detail})" if m.detail else "")
             for m in self._members.values()
+            if m.info is None or serves(m.info, name) or m.state is State.MISMATCHED
         )
         return TurnError(
             503,
@@ -193,6 +198,7 @@ class WorkerPool:
                 queued_tokens=member.books.queued_tokens,
                 indexed_blocks=self._index.blocks(member.name),
                 events_lag=member.events_lag,
+                event_trouble=member.client.event_trouble if isinstance(member.client, CountsTrouble) else {},
                 draining=member.draining,
             )
             for member in self._members.values()

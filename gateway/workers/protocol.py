@@ -335,6 +335,10 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     preemptions_total: int
     requests_total: int
     aborted_total: int
+    drafted_tokens_total: int = 0
+    accepted_tokens_total: int = 0
+    forced_tokens_total: int = 0
+    decode_passes_total: int = 0
     prefill_tokens_per_second: float = 0.0
     decode_tokens_per_second: float = 0.0
     draining: bool = False

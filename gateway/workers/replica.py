@@ -94,7 +94,8 @@ class ReplicaClient:
         try:
             stream = await self._generate(short, headers)
         except WorkerRefusedError as error:
-            if short is request or error.detail.code != "unknown_prefix":
+            # Forgotten; or a replica that knows of no prefixes has taken the place of one that did.
+            if short is request or error.detail.code not in ("unknown_prefix", "invalid_request", "malformed_body"):
                 raise
             self._sent.forgotten(request)
             stream = await self._generate(request, headers)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from gateway.workers.protocol import WorkerInfo
 
@@ -12,6 +13,7 @@ class WorkerView:
     """One worker as the pool sees it; `state` is starting, ready, down or mismatched, `detail` a sentence why.
 
     `queued_tokens`: of prompts sent there and not yet computed. `events_lag`: seconds since its KV events were last heard of.
+    `event_trouble`: how often what went wrong with them (base.CountsTrouble).
     `draining`: nothing new goes there, what runs there is finished.
     """
 
@@ -25,3 +27,4 @@ class WorkerView:
     indexed_blocks: int
     events_lag: float | None
     draining: bool = False
+    event_trouble: Mapping[str, int] = field(default_factory=dict)

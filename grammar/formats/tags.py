@@ -207,17 +207,17 @@ def check_tools(tools: Sequence[Tool], limits: GrammarLimits) -> None:
     for tool in tools:
         name = tool.name
         if not name:
-            raise GrammarRefused("A tool has an empty name; give every tool a name of its own.", tool=name, pointer="")
+            raise GrammarRefused("A tool has an empty name; give every tool a name of its own.", tool=name)
         if len(name) > limits.max_tool_name_length:
             most = limits.max_tool_name_length
             shown = name[:32] + "..."
             message = f"The name of tool {shown!r} has {len(name)} characters; at most {most} are allowed."
-            raise GrammarRefused(message, tool=name, pointer="")
+            raise GrammarRefused(message, tool=name)
         if not _NAME_CHARACTERS.issuperset(name):
             message = f"The name of tool {name!r} may only hold the letters a-z and A-Z, digits, and _ - . : /."
-            raise GrammarRefused(message, tool=name, pointer="")
+            raise GrammarRefused(message, tool=name)
         if name in seen:
-            raise GrammarRefused(f"Two tools are named {name!r}; give every tool a name of its own.", tool=name, pointer="")
+            raise GrammarRefused(f"Two tools are named {name!r}; give every tool a name of its own.", tool=name)
         seen.add(name)
 
 

@@ -15,6 +15,9 @@ from live_gateway import serve
 from gateway.supervision import launch
 from gateway.workers.protocol import WorkerStats
 
+START_SECONDS = 250
+"""For a replica to load; on a machine that has other things to do it takes minutes."""
+
 
 class ReplicaProcess:
     """`turnkeep engine` at a fixed unix socket; whenever it is started it is a new life under the old address."""
@@ -42,7 +45,7 @@ class ReplicaProcess:
                 stderr=said,
                 stdin=asyncio.subprocess.DEVNULL,
             )
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(START_SECONDS):
             line = await self.process.stdout.readline()
         assert line, f"{self.name} ended with status {await self.process.wait()}: {log.read_text()[-2000:]}"
         self.instance = json.loads(line)["instance"]
@@ -112,7 +115,7 @@ class Cluster:
         async def up():
             return await self.metric("worker_up") == count
 
-        await self.until(up, 120)
+        await self.until(up, START_SECONDS)
 
     async def kill_at_random(self, kills, pause, dice, done, spared):
         """Kills workers at work one after the other, each started again at once, until there were enough or `done` is set. At

@@ -59,7 +59,7 @@ async def under(smollm2_dir, tmp_path_factory):
     throws = dice(5)
     bodies = [plain_ask(number, throws, 80) for number in range(STREAMS)]
     hasty, patient = (simulated(smollm2_dir, "--shutdown-timeout", seconds, step=0.02) for seconds in (0.2, 60))
-    options = ("--pool-unresponsive-after", 1.5, "--pool-probe-timeout", 0.5, "--pool-poll-interval", 0.2)
+    options = ("--pool-unresponsive-after", 5, "--pool-probe-timeout", 2, "--pool-poll-interval", 0.2)
     options += ("--policy", "round_robin")  # half of the streams on each
     timeout = aiohttp.ClientTimeout(total=120)
     async with (

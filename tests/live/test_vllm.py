@@ -34,7 +34,28 @@ TOOL = {
 
 
 @pytest.fixture(scope="module")
-def vllm(smollm2_dir):
+def adapter(smollm2_dir, tmp_path_factory):
+    """A LoRA adapter with random weights, large enough to change what is said."""
+    import torch
+    from safetensors.torch import save_file
+
+    directory = tmp_path_factory.mktemp("adapter")
+    config = json.loads((smollm2_dir / "config.json").read_text())
+    hidden, chance, weights = config["hidden_size"], torch.Generator().manual_seed(1), {}
+    heads = {"q_proj": hidden, "v_proj": hidden // config["num_attention_heads"] * config["num_key_value_heads"]}
+    for layer in range(config["num_hidden_layers"]):
+        for name, width in heads.items():
+            at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{at}.lora_A.weight"] = torch.randn(8, hidden, generator=chance) * 0.02
+            weights[f"{at}.lora_B.weight"] = torch.randn(width, 8, generator=chance) * 0.5
+    save_file(weights, directory / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 16, "target_modules": list(heads)}
+    (directory / "adapter_config.json").write_text(json.dumps(settings))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def vllm(smollm2_dir, adapter):
     """vLLM on this machine's processor, in float32, with KV events: (url, events, replay)."""
     command = program("TURNKEEP_VLLM", "vllm")
     port, events, replay = free_port(), free_port(), free_port()
@@ -47,6 +68,7 @@ def vllm(smollm2_dir):
     options = (
         *("serve", smollm2_dir, "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", port, "--dtype", "float32"),
         *("--max-model-len", 4096, "--block-size", BLOCK, "--enforce-eager", "--enable-prompt-tokens-details"),
+        *("--enable-lora", "--lora-modules", f"adapter={adapter}", "--max-lora-rank", 8),
         *("--kv-events-config", json.dumps(config)),
     )
     env = {
@@ -65,7 +87,8 @@ def vllm(smollm2_dir):
 def gateway(vllm, smollm2_dir):
     url, events, replay = vllm
     worker = f"vllm={url},events={events},replay={replay}"
-    with serve("--model", smollm2_dir, "--served-model-name", MODEL, "--worker", worker) as served:
+    models = ("--model", smollm2_dir, "--served-model-name", MODEL, "--also-serve", f"adapter={smollm2_dir}")
+    with serve(*models, "--worker", worker) as served:
         yield served
 
 
@@ -195,3 +218,30 @@ def test_a_client_that_leaves_ends_its_request_there(client, vllm):
         if running == 0:
             return
     pytest.fail("vLLM still runs a request whose client has left")
+
+
+def test_adapters_and_salts_have_prefixes_of_their_own(client, gateway):
+    """And the index knows them apart: what it promises is what is cached."""
+    messages = [{"role": "system", "content": "You name rivers. " * 60}, {"role": "user", "content": "Name one."}]
+    said, cached = [], []
+    for model, salt in (
+        (MODEL, None),
+        ("adapter", None),
+        (MODEL, None),
+        ("adapter", None),
+        (MODEL, "s"),
+        (MODEL, "s"),
+        (MODEL, "t"),
+    ):
+        before = metric(gateway, "turnkeep_gateway_promised_tokens_total{")
+        answer = chat(client, messages, model=model, extra_body={"cache_salt": salt} if salt else None)
+        promised = metric(gateway, "turnkeep_gateway_promised_tokens_total{") - before
+        said.append(answer.choices[0].message.content)
+        cached.append(answer.usage.prompt_tokens_details.cached_tokens)
+        assert promised == cached[-1], (model, salt)
+    print(f"\ncached, by model and salt: {cached}")
+    whole = cached[2]
+    assert whole >= 128
+    assert cached == [0, 0, whole, whole, 0, whole, 0]
+    assert said[0] == said[2] == said[4]
+    assert said[1] == said[3] != said[0]

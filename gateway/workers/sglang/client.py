@@ -74,7 +74,7 @@ class SglangClient(ForeignClient):
                 server.page_size,
             )
         block_size = server.page_size if server.page_size >= _SMALLEST_PAGE else _GATEWAY_BLOCK
-        name = self._spec.model or base.id
+        name = self._name_of(base.id)
         self._seed, self._base_model = server.random_seed, base.id
         self._blocks = (server.max_total_num_tokens or 0) // block_size
         values = await self._values()

@@ -32,7 +32,7 @@ class VllmClient(ForeignClient):
             raise WorkerUnavailableError(f"worker {self.url} serves no model; is it vLLM?", reached=True)
         metrics = await self._metrics()
         base = bases[0]
-        name = self._spec.model or base.id
+        name = self._name_of(base.id)
         block_size = metrics.block_size or _DEFAULT_BLOCK_SIZE
         self._base_model = base.id
         self._info = WorkerInfo(

@@ -66,7 +66,7 @@ class VllmEvents:
         socket = self._subscribe()
         try:
             # Subscribed first, replayed then: nothing falls between the two.
-            batches = await self._replayed(self._next)
+            batches = await self._replayed(self._next) or []
             if fresh:
                 self._next = batches[0][0] if batches else 0
                 yield Snapshot(info.instance, self._next, {})
@@ -78,7 +78,14 @@ class VllmEvents:
                     async with asyncio.timeout(_HEARTBEAT_SECONDS):
                         number, payload = await self._receive(socket)
                 except TimeoutError:
-                    yield Heartbeat(info.instance, self._next)
+                    # A publisher that cannot be reached is as silent as one that has nothing to say; its replay tells which,
+                    # and whether the last batches got lost.
+                    missed = await self._replayed(self._next)
+                    if missed:
+                        for message in self._take(missed):
+                            yield message
+                    elif missed is not None or self._replay_address is None:
+                        yield Heartbeat(info.instance, self._next)
                     continue
                 if number < self._next:
                     if number == 0:
@@ -90,7 +97,7 @@ class VllmEvents:
                     yield Snapshot(info.instance, number, {})
                 nothing_known = False
                 if number > self._next:
-                    missing = await self._replayed(self._next)
+                    missing = await self._replayed(self._next) or []
                     batches = [batch for batch in missing if batch[0] < number] + batches
                     if batches[0][0] != self._next:
                         yield self._lose(info.instance, batches[0][0])
@@ -177,10 +184,10 @@ class VllmEvents:
                 return int.from_bytes(frames[-2], "big"), frames[-1]
             self.garbage += 1
 
-    async def _replayed(self, start: int) -> list[Numbered]:
-        """Batches from `start` on that the worker still has. [] where it has no replay socket or does not answer in time."""
+    async def _replayed(self, start: int) -> list[Numbered] | None:
+        """Batches from `start` on that the worker still has. None where it has no replay socket, or does not answer in time."""
         if self._replay_address is None:
-            return []
+            return None
         socket = self._open(zmq.DEALER)
         batches: list[Numbered] = []
         size = 0
@@ -196,7 +203,8 @@ class VllmEvents:
                     size += len(frames[-1])
                     self.replayed += 1
         except TimeoutError:
-            log.warning("worker %s: its KV event replay at %s does not answer", self._url, self._replay_address)
+            log.debug("worker %s: its KV event replay at %s does not answer", self._url, self._replay_address)
+            return None
         finally:
             socket.close(0)
         return batches

@@ -22,7 +22,7 @@ _SCANNER = Scanner(
         "vllm:request_success_total",
     )
 )
-_CACHE_INFO = re.compile(rb"^vllm:cache_config_info\{(.*)\} ", re.MULTILINE)
+_CACHE_INFO = b"\nvllm:cache_config_info{"
 _LABEL = re.compile(rb'([A-Za-z_][A-Za-z0-9_]*)="((?:[^"\\]|\\.)*)"')
 
 
@@ -75,7 +75,8 @@ def parse_metrics(text: bytes) -> VllmMetrics | None:
 def _cache_config(text: bytes) -> tuple[int | None, int | None]:
     """Block size, and blocks of all engines together."""
     block_size, blocks = None, 0
-    for labels in _CACHE_INFO.findall(text):
+    for piece in (b"\n" + text).split(_CACHE_INFO)[1:]:
+        labels = piece.partition(b"\n")[0]
         found = dict(_LABEL.findall(labels))
         size, count = found.get(b"block_size", b""), found.get(b"num_gpu_blocks", b"")
         if size.isdigit() and int(size):

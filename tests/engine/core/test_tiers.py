@@ -18,6 +18,7 @@ from offload.config import OffloadConfig
 from offload.errors import TierUnavailable
 from prefix_cache.events import DEVICE, DISK, HOST, BlocksRemoved, BlocksStored
 from prefix_cache.hashing import split_digests
+from tests.redis_server import redis_server
 
 MIB = 1 << 20
 SMALL_POOL = 40
@@ -140,6 +141,24 @@ def test_another_model_of_the_same_name_finds_nothing(tiny_checkpoint, tiered):
         driver.add("r", prompt, max_tokens=2)
         assert run(driver)["r"].started.cached_tokens == expected
         driver.engine.close()
+
+
+def test_tokens_are_exact_through_redis_on_another_machine(case, tmp_path):
+    with redis_server() as server:
+        drivers = []
+        for name in ("here", "there"):
+            (tmp_path / name).mkdir()
+            config = OffloadConfig(remote=server.url, remote_bytes=64 * MIB, load="always", shared_memory=tmp_path / name)
+            drivers.append(Driver(make_engine(case.model, num_blocks=SMALL_POOL, offload=config)))
+        here, there = drivers
+        try:
+            in_turn(here, case, "cold")
+            there.engine._tiers._stack.tiers[0].inner.refresh()
+            assert in_turn(there, case, "far") == sum((len(prompt) - 1) // 4 * 4 for prompt in case.prompts)
+            assert there.engine._tiers.loaded_blocks["remote"] > 0
+        finally:
+            for driver in drivers:
+                driver.engine.close()
 
 
 class Held:

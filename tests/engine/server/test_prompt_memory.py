@@ -54,6 +54,19 @@ def test_what_is_not_remembered_is_refused_and_changes_nothing():
         memory.whole(GenerateRequest(request_id="r", token_ids=[1], prefix=PromptPrefix(LONG, known)))
 
 
+def test_no_tenant_is_given_what_another_sent():
+    """Whoever finds a prompt with the digest of somebody else's must not get into their conversation."""
+    memory = PromptMemory(10**6)
+    memory.whole(request(tokens(LONG), tenant="a"))
+    prefix = PromptPrefix(LONG, xxhash.xxh3_128_digest(tokens(LONG)))
+    with pytest.raises(RequestRefused) as refused:
+        memory.whole(request(tokens(3), tenant="b", prefix=prefix))
+    assert refused.value.code == "unknown_prefix"
+    memory.whole(request(tokens(LONG), tenant="b"))
+    assert (len(memory), memory.held_bytes) == (2, 2 * 4 * LONG)
+    assert memory.whole(request(b"", tenant="a", prefix=prefix)).packed_token_ids == tokens(LONG)
+
+
 def test_short_and_anonymous_prompts_are_not_remembered():
     memory, sent = PromptMemory(10**6), SentPrompts()
     for one in (request(tokens(LONG - 1)), request(tokens(LONG), session=None)):

@@ -8,7 +8,8 @@ import orjson
 from fake_dispatcher import FakeDispatcher, FakeObserver
 
 from gateway.access.config import AuthConfig
-from gateway.app import make_app
+from gateway.admission.gate import make_gate
+from gateway.app import make_apps
 from gateway.config import GatewayConfig, HttpConfig, ModelConfig, SessionsConfig
 from gateway.models import ModelRegistry, ServedModel
 from gateway.pipeline import Pipeline
@@ -95,7 +96,11 @@ async def run_gateway(
     telemetry = Telemetry()
     registry = ModelRegistry(ServedModel.load(model) for model in config.models)
     pipeline = Pipeline(config, registry, dispatcher, telemetry, [observer])
-    async with HttpServer(make_app(config, pipeline, reasons=reasons), config.http) as server:
+    gate = make_gate(config, telemetry)
+    app = make_apps(config, pipeline, reasons=reasons, gate=gate).public
+    async with HttpServer(app, config.http) as server:
         async with aiohttp.ClientSession() as http_session:
             yield Gateway(server.url, http_session, dispatcher, observer, telemetry, pipeline, server)
     assert dispatcher.open == 0, "a generation was not closed"
+    assert gate.admission.in_flight == 0, "a ticket was not given back"
+    assert gate.admission.queued_tokens() == 0

@@ -1,6 +1,7 @@
 import asyncio
 
 import aiohttp
+import openai
 import pytest
 from fake_dispatcher import Script
 from gateway_harness import run_gateway
@@ -135,3 +136,22 @@ async def test_idle_connections_cost_nobody_a_turn(tiny_model):
         assert gateway.server.connections.refused == 0
         for writer in writers:
             writer.close()
+
+
+async def test_openais_client_understands_limits_and_waits_as_told(tiny_model):
+    async with run_gateway(tiny_model, api_keys=("k requests_per_minute=30",)) as gateway:
+        made = {"base_url": gateway.url + "/v1", "api_key": "k", "timeout": 30}
+        async with openai.AsyncOpenAI(max_retries=0, **made) as client:
+
+            async def many():
+                while True:
+                    await client.chat.completions.create(model="tiny", messages=USER)
+
+            with pytest.raises(openai.RateLimitError) as raised:
+                await many()
+            assert raised.value.code == "rate_limit_exceeded"
+            assert raised.value.response.headers["Retry-After"] in ("1", "2")
+        async with openai.AsyncOpenAI(max_retries=3, **made) as client:
+            # It comes back after the seconds that it was told.
+            answer = await client.chat.completions.create(model="tiny", messages=USER)
+            assert answer.choices[0].message.content == "Hello there"

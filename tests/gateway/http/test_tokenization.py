@@ -144,5 +144,6 @@ def test_models_by_name(tiny_model):
         registry.find("d")
     with pytest.raises(ValueError, match="two models are named 'a'"):
         ModelRegistry([first, first])
-    with pytest.raises(ValueError, match="no model"):
-        ModelRegistry([])
+    # A gateway whose turns are all for opaque workers has no models of its own, and so no default.
+    with pytest.raises(TurnError, match="model: this field is missing"):
+        ModelRegistry([]).find(None)

@@ -113,7 +113,7 @@ def test_imbalance_does_not_discard_affinity_late_in_a_conversation():
     receipt = cluster.run(history + tokens(500, 2), "long")
     assert (receipt.worker, receipt.reason) == (home, "prefix")
     # It leaves when waiting costs more than computing everything elsewhere, and not before.
-    cluster.busy(home, queued=290_000, requests=40)
+    cluster.busy(home, queued=450_000, requests=40)
     moved = cluster.route(history + tokens(500, 2), "long").receipt
     assert moved.worker != home
     assert moved.reason == "load"
@@ -213,7 +213,7 @@ def test_equal_workers_take_turns():
 
 
 def test_hysteresis_keeps_a_session_home_when_its_kv_is_gone():
-    cluster = Cluster("ab")
+    cluster = Cluster("ab", hysteresis=0.25)
     prompt = tokens(1000, 0)
     route = cluster.route(prompt, "s")
     home = route.receipt.worker

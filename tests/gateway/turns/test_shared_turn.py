@@ -240,3 +240,25 @@ async def test_a_ledger_is_written_also_when_the_last_reader_leaves_meanwhile():
     await asyncio.wait_for(leaving, 5)
     assert written == [True]
     assert turn.closed == 1
+
+
+async def test_an_answer_is_made_small_only_when_its_connections_are_closed():
+    """The last reader may be torn away while it waits for that; what is let go of before would never be closed."""
+    turn, order = Turn(1), []
+
+    async def aclose():
+        order.append("closed")
+
+    turn.aclose, turn.release = aclose, lambda: order.append("released")
+    shared, _ = shared_turn(turn)
+    reader, seen = shared.read(), []
+    turn.go_on.release()
+    await read(reader, seen)
+    leaving = asyncio.create_task(reader.aclose())
+    await asyncio.sleep(0)  # it waits for the end now
+    leaving.cancel()
+    shared.slim()
+    await asyncio.gather(leaving, return_exceptions=True)
+    await soon()
+    assert order == ["closed", "released"]
+    assert (await shared.begun()).running is turn

@@ -332,3 +332,17 @@ async def test_closing_between_two_tries_of_a_request_says_so(tmp_path):
     with pytest.raises(WorkerUnavailableError, match="was removed"):
         await client.abort("second")
     server.close()
+
+
+async def test_a_replica_without_prefixes_in_the_place_of_one_with_them_is_sent_the_whole_prompt(replica, client):
+    """Rolled back behind the same address between two looks at it: it refuses a field that it does not know."""
+
+    def turn(count):
+        return msgspec.structs.replace(request(tokens=range(count)), session="s")
+
+    client._takes_prefixes = True
+    await collect(await client.generate(turn(1024), {}))
+    replica.scripts.append(refusal(400, "invalid_request", "object contains unknown field `prefix`"))
+    assert await collect(await client.generate(turn(1033), {})) == answer(prompt=1033)
+    assert [len(got.packed_token_ids) // 4 for got in replica.requests] == [1024, 9, 1033]
+    assert replica.requests[-1].prefix is None

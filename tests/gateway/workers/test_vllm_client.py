@@ -229,7 +229,8 @@ async def test_the_index_follows_kv_events(worker, dispatcher):
         assert (receipt.matched_tokens, started.cached_tokens, started.cached_known) == (4, 4, False)
         await publisher.publish(ForeignCleared())
         await until(lambda: held(dispatcher, range(4)) == 0)
-        assert dispatcher.pool.member("w").client.events.blocks.unknown_parents == 1
+        (view,) = dispatcher.workers()
+        assert view.event_trouble == {"lost": 0, "garbage": 0, "unknown_parent": 1, "not_named": 0}
 
 
 async def test_lost_events_are_replayed(worker, dispatcher):
@@ -340,6 +341,7 @@ def test_metrics():
         ("vllm=http://a:1,events", "'events' is no option"),
         ("vllm=http://a:1,events=http://a", "events takes tcp://"),
         ("vllm=http://a:1,replay=tcp://a:1", "replay without events"),
+        ("vllm=http://a:1,events=tcp://{host}:1", "hosts that are looked up"),
         ("http://a:1,events=tcp://a:1", "not for turnkeep"),
         ("vllm=http://a:1,key-env=NOPE", "NOPE"),
         ("vllm=http://a:1,concurrency=many", "whole number"),
@@ -384,3 +386,39 @@ async def test_a_stream_may_be_waited_for_in_pieces(worker, client):
         except TimeoutError:
             pass
     assert [chunk.token_ids[0] for chunk in seen if isinstance(chunk, Tokens)] == [0, 1, 2, 3, 4]
+
+
+async def test_another_model_is_not_taken_for_the_one_that_was_renamed(worker):
+    spec = dataclasses.replace(worker.spec, model="nice-name")
+    async with PoolDispatcher(PoolConfig(models=("nice-name",), poll_interval=0.02)) as dispatcher:
+        dispatcher.add_worker("w", spec)
+        member = dispatcher.pool.member("w")
+        await until(lambda: member.state.value == "ready")
+        worker.model, worker.life = "another", "2"
+        await until(lambda: member.state.value == "mismatched")
+        assert "it serves model 'another'" in member.detail
+        worker.model, worker.life = "m", "3"
+        await until(lambda: member.state.value == "ready")
+
+
+async def test_a_lost_tail_is_found_while_nothing_comes(worker, dispatcher, monkeypatch):
+    """Nobody sees a gap behind the last batch; so while it is silent, the replay is asked whether there is one."""
+    monkeypatch.setattr("gateway.workers.vllm.events._HEARTBEAT_SECONDS", 0.05)
+    async with Publisher() as publisher:
+        member = await joined(dispatcher, worker, publisher)
+        await publisher.publish(stored([1], range(4)), lose=True)
+        await until(lambda: held(dispatcher, range(4)) == 1)
+        assert member.client.events.lost == 0
+
+
+async def test_a_publisher_that_is_gone_is_no_silence(worker, dispatcher, monkeypatch):
+    """No heartbeat stands for what cannot be reached: the stream counts as stale."""
+    monkeypatch.setattr("gateway.workers.vllm.events._HEARTBEAT_SECONDS", 0.02)
+    async with Publisher() as publisher:
+        member = await joined(dispatcher, worker, publisher)
+        await until(lambda: len(publisher.replays) > 3)
+        assert member.events_lag < 2
+        member.client.events._timeout = 0.05
+        publisher.stop_replays()
+        lag = member.events_lag
+        await until(lambda: member.events_lag > lag + 0.5)

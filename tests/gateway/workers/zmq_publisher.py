@@ -43,6 +43,9 @@ class Publisher:
         if not lose:
             await self._pub.send_multipart([b"", number.to_bytes(8, "big"), payload])
 
+    def stop_replays(self):
+        self._task.cancel()
+
     def restart(self):
         self.buffer, self.next = [], 0
 

@@ -1,0 +1,190 @@
+"""`turnkeep bench offload`: what keeping KV below the device is worth on this machine."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cli.json_file import JSON_OPTION
+from cli.model import CACHE_OPTION, fetch
+from engine.checkpoints import DEFAULT_MODEL, CheckpointError
+from engine.config import ConfigError
+from traces.format import TraceFormatError, canonical_json
+from traces.index import expand_paths
+
+if TYPE_CHECKING:
+    from engine.bench.offload.run import OffloadReport, PoolRow
+
+MEASURES = ("rates", "stores", "restart", "pools", "shared")
+_BUNDLED = Path(__file__).parent.parent / "traces" / "bundled"
+
+
+@click.command("offload")
+@click.argument("traces", nargs=-1, type=click.Path(exists=True, path_type=Path))
+@click.option("--model", default=DEFAULT_MODEL, show_default=True, metavar="NAME|DIR|FILE.gguf", help="Fetched if need be.")
+@CACHE_OPTION
+@click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float16", "float32"]), default="auto", show_default=True)
+@click.option("--threads", type=click.IntRange(1), default=None, help="[as torch finds]")
+@click.option(
+    "--directory",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    default=tempfile.gettempdir,
+    show_default="the system's, for temporary files",
+    help="On the disk to be measured.",
+)
+@click.option("--only", type=click.Choice(MEASURES), multiple=True, help="Measure this alone; repeatable.")
+@click.option("--sessions", type=click.IntRange(1, 1000), default=12, show_default=True, help="How many at once.")
+@click.option("--turns", type=click.IntRange(2, 1000), default=6, show_default=True, help="Of each, at most.")
+@click.option("--output", type=click.IntRange(1, 1000), default=8, show_default=True, help="Tokens generated in each turn.")
+@click.option(
+    "--gap", type=click.FloatRange(0.01, 600), default=3.0, show_default=True, help="Mean time between turns, seconds."
+)
+@click.option("--turn-tokens", type=click.IntRange(64), default=6000, show_default=True, help="Of the turn after a restart.")
+@click.option(
+    "--share",
+    "shares",
+    type=click.FloatRange(0, 1, min_open=True),
+    multiple=True,
+    default=(1.0, 0.5, 0.25, 0.125),
+    show_default="1, 0.5, 0.25, 0.125",
+    help="Of the working set that pools hold; repeatable.",
+)
+@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Of stores and restarts; medians count.")
+@click.option("--rate-mib", type=click.IntRange(8), default=512, show_default=True, help="What rates are measured over.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the gaps.")
+@JSON_OPTION
+def offload_command(traces: tuple[Path, ...], **options: Any) -> None:
+    """Replay sessions with pools that do not hold them, with and without tiers, and print what it takes.
+
+    TRACES are trajectory files (docs/trajectory-format.md) or directories of them; without any, the bundled samples. Their
+    texts are tokenised as they stand; gaps are drawn anew.
+    """
+    from rich.console import Console
+
+    logging.basicConfig(level="WARNING")
+    console = Console(stderr=True)
+    try:
+        model = fetch(options["model"], options["cache_dir"].absolute(), console)
+        histories = list(_histories(traces or (_BUNDLED,), model))
+        if not histories:
+            raise click.UsageError("There is no session of two turns in these traces.")
+        # Imports torch.
+        from engine.bench.offload.engines import Engines
+        from engine.bench.offload.run import OffloadBench, run_offload_bench
+        from engine.bench.offload.workload import sessions_of
+        from engine.config import EngineConfig
+
+        sessions = sessions_of(
+            histories,
+            count=options["sessions"],
+            turns=options["turns"],
+            output=options["output"],
+            gap=options["gap"],
+            seed=options["seed"],
+        )
+        config = EngineConfig(model=model, dtype=options["dtype"], threads=options["threads"])
+        bench = OffloadBench(
+            directory=options["directory"].absolute(),
+            sessions=sessions,
+            gap=options["gap"],
+            turn_tokens=options["turn_tokens"],
+            shares=options["shares"],
+            repeats=options["repeats"],
+            rate_bytes=options["rate_mib"] << 20,
+            measures=options["only"] or MEASURES,
+        )
+        engines = Engines(config, options["cache_dir"].absolute())
+        report = run_offload_bench(engines, bench, lambda what: console.print(f"[dim]{what}[/dim]", highlight=False))
+    except (CheckpointError, ConfigError, TraceFormatError) as error:
+        raise click.ClickException(str(error)) from error
+    for line in lines_of(report):
+        click.echo(line)
+    if options["json_file"] is not None:
+        options["json_file"].write_text(json.dumps(report.as_json(), indent=1) + "\n")
+
+
+def _histories(paths: Sequence[Path], model: Path) -> Iterable[tuple[str, list[Any]]]:
+    """Sessions of two turns or more: their prompts as token ids, each the beginning of the next."""
+    import numpy as np
+    from tokenizers import Tokenizer
+
+    from traces.format import read_lines
+
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    for path in expand_paths(paths):
+        growing: dict[str, list[int]] = {}
+        prompts: dict[str, list[Any]] = {}
+        for _, line in read_lines(path):
+            ids = growing.setdefault(line.session, [])
+            if line.keep is not None:
+                continue  # a rewritten history; its session goes on from what it was
+            for part in (*(line.tools or ()), *line.messages):
+                ids.extend(tokenizer.encode(canonical_json(part).decode(), add_special_tokens=False).ids)
+            prompts.setdefault(line.session, []).append(np.array(ids, dtype=np.uint32))
+            ids.extend(tokenizer.encode(canonical_json(line.assistant).decode(), add_special_tokens=False).ids)
+        yield from ((name, turns) for name, turns in prompts.items() if len(turns) > 1)
+
+
+def lines_of(report: OffloadReport) -> Iterable[str]:
+    """What is printed."""
+    yield f"a block takes {report.block_bytes / 1024:.0f} KiB; the sessions' working set is {report.working_set} blocks"
+    if report.rates is not None:
+        rates = report.rates
+        yield (
+            f"host tier: load {rates.host_load:.2f} GB/s, {rates.host_load / rates.memcpy:.0%} of memcpy "
+            f"({rates.memcpy:.2f} GB/s); store {rates.host_store:.2f} GB/s"
+        )
+        yield (
+            f"disk tier: load {rates.disk_load:.2f} GB/s from a cold cache, {rates.disk_load / rates.sequential_read:.0%} of a "
+            f"sequential read ({rates.sequential_read:.2f} GB/s); store {rates.disk_store:.2f} GB/s"
+        )
+    if report.decode_with_stores is not None and report.decode_without is not None:
+        cost = 1 - report.decode_with_stores / report.decode_without
+        yield (
+            f"stores: decoding at {report.decode_with_stores:.1f} tokens/s with them, {report.decode_without:.1f} without: "
+            f"they cost {cost:.1%}, and {report.store_processor_share or 0:.1%} of the processor time"
+        )
+    if report.restart_computed is not None and report.restart_loaded is not None:
+        yield (
+            f"restart: first token after {report.restart_loaded:.3f} s with {report.restart_cached} tokens loaded, "
+            f"{report.restart_computed:.3f} s computed: {report.restart_computed / report.restart_loaded:.1f} x"
+        )
+    if report.unlimited is not None:
+        yield f"{'pool':>10} {'':20} {'TTFT p50':>9} {'p99':>8} {'session':>9} {'tokens/s':>9} {'cached':>7}"
+        for row in (report.unlimited, *report.pools):
+            yield _pool_line(row)
+        yield from _ratios(report)
+    if report.shared_arena is not None and report.private_arenas is not None:
+        yield (
+            f"moved sessions on two replicas: {report.shared_arena:.1%} cached with one shared arena, "
+            f"{report.private_arenas:.1%} with two private ones of half its size"
+        )
+
+
+def _pool_line(row: PoolRow) -> str:
+    pool = "all" if row.side == "unlimited" else f"{row.share:g}"
+    return (
+        f"{pool:>10} {row.side:20} {row.first_token_p50:9.3f} {row.first_token_p99:8.3f} {row.mean_completion:9.2f} "
+        f"{row.tokens_per_second:9.0f} {row.cached_share:7.1%}"
+    )
+
+
+def _ratios(report: OffloadReport) -> Iterable[str]:
+    rows = {(row.share, row.side): row for row in report.pools}
+    for share in sorted({row.share for row in report.pools}, reverse=True):
+        tiers, plain = rows[share, "host tier"], rows[share, "LRU, computed again"]
+        unlimited = report.unlimited
+        if unlimited is None:
+            continue
+        yield (
+            f"at {share:g}: TTFT p50 {tiers.first_token_p50 / unlimited.first_token_p50:.2f} x that of the unlimited pool, "
+            f"p99 {plain.first_token_p99 / tiers.first_token_p99:.1f} x better than computing again, "
+            f"sessions {plain.mean_completion / tiers.mean_completion:.2f} x faster, "
+            f"throughput {tiers.tokens_per_second / plain.tokens_per_second:.2f} x"
+        )

@@ -1,0 +1,120 @@
+"""`turnkeep cache`: what lies in the tiers below the device, whether it is whole, and how it is made smaller."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from cli.engine import MemorySize
+from offload.arena import SHARED_MEMORY
+from offload.errors import TierUnavailable
+from offload.inspection import HeldTier, Inspected, held_tiers
+
+DIRECTORY = click.option(
+    "--disk-kv-dir",
+    "directory",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=None,
+    help="The directory that replicas were given; without it only shared memory is looked at.",
+)
+KEY = click.option("--key", default=None, metavar="KEY", help="Only the one whose key begins like this.")
+
+
+@click.group("cache")
+def command() -> None:
+    """Show, verify, trim and clear the KV that is kept below the device. Replicas may use it meanwhile."""
+
+
+@command.command("show")
+@DIRECTORY
+@click.option("--json", "as_json", is_flag=True, help="One JSON value.")
+def show(directory: Path | None, as_json: bool) -> None:
+    """What is kept, where, and who uses it."""
+    found = [tier.look() for tier in held_tiers(directory)]
+    if as_json:
+        click.echo(json.dumps([asdict(each) | {"place": str(each.place)} for each in found]))
+        return
+    if not found:
+        click.echo(
+            f"Nothing is kept in {SHARED_MEMORY}" + (f" and {directory}." if directory else "; say --disk-kv-dir for disk.")
+        )
+        return
+    table = Table("tier", "key", "model", "blocks", "GiB", "of", "used", "in use", box=None, pad_edge=False)
+    for each in found:
+        table.add_row(*_row(each))
+    Console().print(table)
+
+
+def _row(each: Inspected) -> tuple[str, ...]:
+    ago = "" if each.last_use is None else f"{(time.time() - each.last_use) / 3600:.1f} h ago"
+    return (
+        each.tier,
+        each.key[:12],
+        f"{each.model} {each.codec}".strip() or "?",
+        str(each.blocks),
+        f"{each.used_bytes / 2**30:.2f}",
+        f"{each.max_bytes / 2**30:.2f}",
+        ago,
+        "yes" if each.in_use else "no",
+    )
+
+
+@command.command("verify")
+@DIRECTORY
+@KEY
+@click.pass_context
+def verify(ctx: click.Context, directory: Path | None, key: str | None) -> None:
+    """Read every block. Damaged ones are thrown away; exit code 1 when there were any."""
+    damaged_in_all = 0
+    for tier in _chosen(directory, key):
+        sound, damaged = _doing(tier, lambda tier: tier.verify())
+        damaged_in_all += damaged
+        click.echo(f"{tier.tier} {tier.key[:12]}: {sound} blocks are sound, {damaged} were damaged and are gone.")
+    ctx.exit(1 if damaged_in_all else 0)
+
+
+@command.command("trim")
+@DIRECTORY
+@KEY
+@click.option("--to", "size", type=MemorySize(), required=True, help="What each may take then, bytes (4GiB) or a share (50%).")
+def trim(directory: Path | None, key: str | None, size: int | float) -> None:
+    """Give up the blocks that are worth least, and what they take on disk."""
+    for tier in _chosen(directory, key):
+        gone, left = _doing(tier, lambda tier: tier.trim(size))
+        click.echo(f"{tier.tier} {tier.key[:12]}: {gone} blocks are gone, {left / 2**30:.2f} GiB are left.")
+
+
+@command.command("clear")
+@DIRECTORY
+@KEY
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def clear(directory: Path | None, key: str | None, yes: bool) -> None:
+    """Give up everything."""
+    tiers = _chosen(directory, key)
+    if tiers and not yes:
+        click.confirm(f"Give up all blocks of {len(tiers)} {'tier' if len(tiers) == 1 else 'tiers'}?", abort=True)
+    for tier in tiers:
+        gone = _doing(tier, lambda tier: tier.clear())
+        click.echo(f"{tier.tier} {tier.key[:12]}: {gone} blocks are gone.")
+
+
+def _chosen(directory: Path | None, key: str | None) -> list[HeldTier]:
+    tiers = [tier for tier in held_tiers(directory) if key is None or tier.key.startswith(key)]
+    if not tiers:
+        raise click.ClickException("There is nothing of that kind; `turnkeep cache show` says what there is.")
+    return tiers
+
+
+def _doing(tier: HeldTier, work: Callable[[HeldTier], Any]) -> Any:
+    try:
+        return work(tier)
+    except (TierUnavailable, OSError) as error:
+        raise click.ClickException(f"{tier.tier} {tier.key[:12]}: {error}") from error

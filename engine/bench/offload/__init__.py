@@ -1,0 +1,1 @@
+"""Measures what keeping KV below the device is worth."""
