@@ -197,6 +197,7 @@ class PoolDispatcher:
         sampling: SamplingParams,
         priority: int,
         trace_headers: Mapping[str, str],
+        known_as: str | None = None,
     ) -> PooledGeneration:
         def place(excluded: set[str], generated: int, namespace: str | None) -> Placement:
             tokens = prompt.num_tokens + generated
@@ -219,7 +220,7 @@ class PoolDispatcher:
                 sampling=sampling,
                 grammar=prompt.grammar,
                 priority=priority,
-                session=session.key,
+                session=session.key if session.key is not None else known_as,
                 tenant=session.tenant,
                 cache_salt=prompt.cache_salt,
                 model=self.pool.adapter(model),
