@@ -38,6 +38,11 @@ log = logging.getLogger(__name__)
 log.addFilter(_as_remarks)
 
 
+_VANISHED_AFTER = 10.0
+"""Seconds later than a client is given up that is there and reads nothing: to the system the two look alike, and it counts from
+when the client's buffer is full, not from when ours is."""
+
+
 class _Site(web.BaseSite):
     """A listening socket whose connections are made by a factory of ours."""
 
@@ -136,7 +141,7 @@ class HttpServer:
             ssl=context,
             ssl_handshake_timeout=config.header_timeout if context is not None else None,
         )
-        notice_the_vanished(listening.sockets, config.write_timeout)
+        notice_the_vanished(listening.sockets, config.write_timeout + _VANISHED_AFTER)
         return listening
 
 

@@ -377,5 +377,6 @@ def test_no_other_special_token_can_stand_in_text_or_arguments(settings_of, name
         assert not any(matcher.accept(token) for token in special - markers)
     call = setting.format.render_calls("", [("get_weather", {"city": "Par"})])
     matcher = setting.matcher(ToolChoice("required"))
-    assert all(matcher.accept(token) for token in setting.ids(setting.format.lead + call[: call.index("ar") + 2]))
-    assert not special & set(setting.walker.allowed(matcher))
+    assert all(matcher.accept(token) for token in setting.ids(setting.format.lead + call[: call.index("Par") + 3]))
+    ends_the_value = {setting.tokenizer.token_to_id("</arg_value>")}
+    assert special & set(setting.walker.allowed(matcher)) <= ends_the_value
