@@ -30,7 +30,7 @@ class RouterConfig:
     shadow_policy: PolicyName | None = None
     opportunity: float = 1.0
     eviction: float = 1.0
-    hysteresis: float = 0.25
+    hysteresis: float = 1.0
     spread: float = 0.5
     spread_half_life: float = 60.0
     predicted_ttl: float = 5.0

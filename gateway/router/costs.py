@@ -76,7 +76,7 @@ class Weights:
 
     opportunity: float = 1.0
     eviction: float = 1.0
-    hysteresis: float = 0.25
+    hysteresis: float = 1.0
     spread: float = 0.5
 
 
