@@ -213,7 +213,7 @@ def test_equal_workers_take_turns():
 
 
 def test_hysteresis_keeps_a_session_home_when_its_kv_is_gone():
-    cluster = Cluster("ab", hysteresis=0.25)
+    cluster = Cluster("ab")
     prompt = tokens(1000, 0)
     route = cluster.route(prompt, "s")
     home = route.receipt.worker
@@ -446,7 +446,7 @@ def situations(draw):
             interference=draw(seconds),
             eviction=draw(seconds),
             recent_work=draw(seconds),
-            whole=100.0,
+            stay=100.0,
             idle_rank=draw(st.integers(0, 5)),
         )
         for name in names
