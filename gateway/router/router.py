@@ -25,6 +25,8 @@ from prefix_cache.index import Hits, Prediction, ResidencyIndex
 # what is resident by as many blocks as the predecessor generated; looking further back than this would not pay.
 _MAX_GENERATED_BLOCKS = 512
 
+_STAY = 0.25  # of a prompt's prefill: for what a session is kept at its home when its KV is gone
+
 _FULL = 0.95  # of a worker's KV memory: from here on a new block costs an old one
 
 HomeKey = tuple[str, str] | tuple[str, BlockHash]
@@ -238,7 +240,7 @@ class Router:
                         work * (1.0 + 0.5 * arrivals * work),
                         eviction,
                         standing.recent_work(now) if home is None else 0.0,
-                        k.work(prompt_tokens, 0) if name == home else 0.0,
+                        (1.0 + _STAY) * k.work(prompt_tokens, 0) - work if name == home else 0.0,
                         standing.rank,
                         requests,
                     ),
