@@ -97,9 +97,11 @@ class Observation:
 
 
 class PrefillEstimator:
-    """The coefficients of one worker."""
+    """The coefficients of one worker, or of several that are supposed to be alike. `forget`: what an observation counts after
+    the next."""
 
-    def __init__(self) -> None:
+    def __init__(self, forget: float = FORGET) -> None:
+        self._forget = forget
         self._base = np.array(Coefficients()) * _UNITS
         self._scale = 1.0
         self._seen = 0
@@ -133,8 +135,8 @@ class PrefillEstimator:
         weight = (1.0 if error <= usual else usual / error) / (_NOISE * max(seconds, expected, _FLOOR)) ** 2
         gain = max(1 / self._seen, _SCALE_GAIN)
         self._noise += gain * (min(error, 2 * usual) - self._noise)
-        self._moments = FORGET * self._moments + weight * np.outer(row, row)
-        self._targets = FORGET * self._targets + weight * seconds * row
+        self._moments = self._forget * self._moments + weight * np.outer(row, row)
+        self._targets = self._forget * self._targets + weight * seconds * row
         self.coefficients = Coefficients(*(float(value) for value in self._solve() / _UNITS))
 
     def _rescale(self, expected: float, seconds: float) -> None:

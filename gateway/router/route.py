@@ -124,7 +124,7 @@ class Route:
         if prefill_seconds > 0:
             outcome.prefill_seconds = prefill_seconds
             if first_token is not None and outcome.queue_seconds is not None:
-                self.standing.delayed(first_token - prefill_seconds - outcome.queue_seconds)
+                self._router.delayed(self.standing, first_token - prefill_seconds - outcome.queue_seconds)
         elif first_token is not None and self._was_idle:
             # Nothing stood before it, so what the gateway saw is what it took.
             prefill_seconds = first_token

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from gateway.router.arrivals import Arrivals
 from gateway.router.config import RouterConfig
 from gateway.router.costs import Candidate, WorkerLoad
-from gateway.router.estimator import STEP_TOKENS, Coefficients, Observation, PrefillEstimator
+from gateway.router.estimator import STEP_TOKENS, Coefficients, Observation
 from gateway.router.memory import Homes
+from gateway.router.peers import Peers
 from gateway.router.policies import Policy, RouteRequest, make_policy
 from gateway.router.receipts import Decision, Result, RouteLog, RouteObserver, Shadow
 from gateway.router.rendezvous import prompt_key, score, session_key
@@ -56,7 +57,7 @@ class Router:
         self._shadow: Policy | None = None if config.shadow_policy is None else make_policy(config.shadow_policy, config)
         self._homes = Homes(config.max_homes, config.home_ttl)
         self._reuse = ReuseModel()
-        self._fleet = PrefillEstimator()
+        self._peers = Peers()
         self._standings: dict[str, Standing] = {}
         self._arrivals = Arrivals(config.spread_half_life)
         self._choices = 0
@@ -145,7 +146,9 @@ class Router:
 
     def forget(self, worker: str) -> None:
         """A worker is gone. Sessions that lived there are placed anew when they come back."""
-        self._standings.pop(worker, None)
+        standing = self._standings.pop(worker, None)
+        if standing is not None:
+            standing.left()
 
     def standings(self) -> Mapping[str, Standing]:
         """What is known of each worker that was a candidate."""
@@ -171,14 +174,19 @@ class Router:
     def observed(self, standing: Standing, seen: Observation) -> None:
         """A worker has said how long a prompt took."""
         now = self.now()
-        self._fleet.observe(seen)
-        standing.observed(seen, self._fleet.coefficients, now)
+        self._peers.estimator.observe(seen)
+        standing.observed(seen, now)
         # What a worker said long ago, or never, gives way to what its peers say now: one worker's turn each time.
         names = self._to_refresh or list(self._standings)
         self._to_refresh = names
         other = self._standings.get(names.pop()) if names else None
         if other is not None:
-            other.refresh(self._fleet.coefficients, now)
+            other.refresh(now)
+
+    def delayed(self, standing: Standing, seconds: float) -> None:
+        """A first token came so much later than by the worker's own account. It may be less than nothing: clocks differ."""
+        self._peers.way.add(seconds)
+        standing.delayed(seconds, self.now())
 
     def homeless(self, key: HomeKey) -> None:
         """A session's worker has failed it."""
@@ -210,13 +218,14 @@ class Router:
         # The hot loop of the gateway: with 64 workers each line of it runs 64 times for every request.
         standings, index_blocks, make = self._standings, self.index.blocks, tuple.__new__
         arrivals = self._arrivals.rate(now) / len(loads)
+        alike, way = self._peers.estimator.coefficients, self._peers.way.seconds
         candidates: list[Candidate] = []
         for load in loads:
             name, requests, kv_tokens = load.name, load.requests, load.kv_tokens
             standing = standings.get(name)
             if standing is None:
-                standing = standings[name] = Standing(name, self._fleet.coefficients, self.config.spread_half_life, now)
-            fixed, token, pair, neighbour, _, _, _ = k = standing.coefficients
+                standing = standings[name] = Standing(name, self._peers, self.config.spread_half_life, now)
+            fixed, token, pair, neighbour, _, _, _ = k = standing.own or alike
             matched = matches.get(name, 0) * block_size
             if standing.trust.level:
                 matched = standing.trust.believed(matched)
@@ -236,7 +245,9 @@ class Router:
                         standing.queue(load, prompt_tokens, now),
                         transfer,
                         work,
-                        standing.latency + fixed + neighbour * (requests - len(standing.pending)) * (1.0 + new / STEP_TOKENS),
+                        (way if standing.latency_factor == 1.0 else standing.latency)
+                        + fixed
+                        + neighbour * (requests - len(standing.pending)) * (1.0 + new / STEP_TOKENS),
                         work * (1.0 + 0.5 * arrivals * work),
                         eviction,
                         standing.recent_work(now) if home is None else 0.0,

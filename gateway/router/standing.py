@@ -7,19 +7,20 @@ import math
 from typing import Protocol
 
 from gateway.router.costs import WorkerLoad
+from gateway.router.deviation import Deviation
 from gateway.router.estimator import STEP_TOKENS, Coefficients, Observation, PrefillEstimator
 from gateway.router.occupancy import Occupancy
+from gateway.router.peers import Peers
 from gateway.router.trust import Trust
 
 _MAX_WEIGHT = 50.0
-_RATIO_GAIN = 0.05
-# Observations after which a worker's own word counts half: that of its speed, and that of everything.
-_SURE_OF_RATIO = 5.0
+_ERROR_GAIN = 0.05
+# Observations after which a worker's own coefficients count half, if they are never wrong.
 _SURE_OF_ALL = 50.0
+# How many times as wrong as its peers' they may be before they count for nothing.
+_WORST_ERROR = 1.5
 _FORGET_AFTER = 300.0
 _SERVICE_GAIN = 0.05
-_LATENCY_DOWN, _LATENCY_UP = 0.3, 0.01
-_MAX_LATENCY = 10.0
 _SERVICE_PRIOR = 2.0
 
 
@@ -31,24 +32,28 @@ class Pending(Protocol):
 
 
 class Standing:
-    """One worker. `base`: coefficients of its peers. Seconds are on the router's clock."""
+    """One worker. Seconds are on the router's clock."""
 
     __slots__ = (
-        "_log_ratio",
+        "_alike_error",
         "_observed_at",
+        "_own_error",
         "_recent_at",
         "_recent_seconds",
         "_recent_tokens",
-        "_ways",
+        "_speed",
+        "_way",
+        "_way_at",
         "_weight",
         "busy_since",
-        "coefficients",
         "estimator",
         "half_life",
         "instance",
-        "latency",
+        "latency_factor",
         "name",
         "occupancy",
+        "own",
+        "peers",
         "pending",
         "pending_seconds",
         "pending_tokens",
@@ -57,10 +62,12 @@ class Standing:
         "trust",
     )
 
-    def __init__(self, name: str, base: Coefficients, half_life: float, now: float) -> None:
+    def __init__(self, name: str, peers: Peers, half_life: float, now: float) -> None:
         self.name = name
         self.estimator = PrefillEstimator()
-        self.coefficients = base
+        self.peers = peers
+        self.own: Coefficients | None = None
+        """Its coefficients where they surely differ from its peers'."""
         self.half_life = half_life
         self.trust = Trust(name)
         self.occupancy = Occupancy()
@@ -72,38 +79,75 @@ class Standing:
         self.instance = ""
         self.service = _SERVICE_PRIOR
         """Seconds that a turn stays there after its first token, in the mean."""
-        self.latency = 0.0
-        self._ways = 0
-        """Seconds between here and there: what the first token took beyond what the worker says it did."""
+        self.latency_factor = 1.0
+        """How many times as far away as its peers."""
+        self._way = Deviation(peers.ways)
+        self._way_at = now
         self._recent_seconds = self._recent_tokens = 0.0
         self._recent_at = now
         self._weight = 0.0
-        self._log_ratio = 0.0
+        self._speed = Deviation(peers.speeds)
+        self._own_error = self._alike_error = 0.0
         self._observed_at = now
 
     # How fast it is
 
-    def observed(self, seen: Observation, fleet: Coefficients, now: float) -> None:
-        """It has reported how long a prompt took."""
-        self._weight = min(self._weight * self._age(now) + 1.0, _MAX_WEIGHT)
+    @property
+    def coefficients(self) -> Coefficients:
+        """What it takes to compute a prompt there."""
+        return self.own or self.peers.estimator.coefficients
+
+    @property
+    def latency(self) -> float:
+        """Seconds between here and there: what the first token took beyond what the worker says it did."""
+        return self.peers.way.scaled(self.latency_factor)
+
+    def observed(self, seen: Observation, now: float) -> None:
+        """It has reported how long a prompt took; its peers have heard of it."""
+        age = self._age(self._observed_at, now)
+        if seen.seconds > 0:
+            alike = self.peers.estimator.coefficients.expected(seen)
+            error = abs(math.log(seen.seconds / (alike * self._speed.factor(age))))
+            own = abs(math.log(seen.seconds / self.estimator.coefficients.expected(seen)))
+            gain = max(1.0 / (self._weight + 1.0), _ERROR_GAIN)
+            self._alike_error += gain * (error - self._alike_error)
+            self._own_error += gain * (own - self._own_error)
+            self._speed.add(seen.seconds, alike, age)
+        self._weight = min(self._weight * age + 1.0, _MAX_WEIGHT)
         self._observed_at = now
         self.estimator.observe(seen)
-        if seen.seconds > 0:
-            ratio = max(-3.0, min(math.log(seen.seconds / fleet.expected(seen)), 3.0))
-            self._log_ratio += max(1.0 / self._weight, _RATIO_GAIN) * (ratio - self._log_ratio)
-        self.refresh(fleet, now)
+        self.refresh(now)
 
-    def refresh(self, fleet: Coefficients, now: float) -> None:
-        """Its estimates: those of its peers, for a machine as much slower or faster as it was lately, and, the more it has
-        said, its own. One factor is known from few requests and hardly moved by noise; seven coefficients are not, and
-        differences that are none would send sessions to and fro. A worker that has said nothing for long counts as its peers
-        do: one that was slow while it warmed up would get nothing to do any more, and could not show that it is not."""
-        weight = self._weight * self._age(now)
-        alike = fleet.scaled(math.exp(self._log_ratio * weight / (weight + _SURE_OF_RATIO)))
-        self.coefficients = self.estimator.coefficients.mixed(alike, weight / (weight + _SURE_OF_ALL))
+    def refresh(self, now: float) -> None:
+        """Its estimates: those of its peers, for a machine as much slower or faster as it surely is, and its own, the more it
+        has said, unless they foretell it worse than its peers'. One factor is known from few requests; seven coefficients are
+        not, and differences that are none would send sessions to and fro. A worker that has said nothing for long counts as
+        its peers do: one that was slow while it warmed up would get nothing to do any more, and could not show that it is
+        not."""
+        age = self._age(self._observed_at, now)
+        weight = self._weight * age
+        right = _WORST_ERROR - self._own_error / self._alike_error if self._alike_error > 0 else 0.0
+        share = max(0.0, min(right, 1.0)) * weight / (weight + _SURE_OF_ALL)
+        factor = self._speed.factor(age)
+        alike = self.peers.estimator.coefficients
+        self.own = None
+        if share > 0.0 or factor != 1.0:
+            self.own = self.estimator.coefficients.mixed(alike.scaled(factor), share)
+        self.latency_factor = self._way.factor(self._age(self._way_at, now))
 
-    def _age(self, now: float) -> float:
-        return math.exp2(-max(now - self._observed_at, 0.0) / _FORGET_AFTER)
+    def delayed(self, seconds: float, now: float) -> None:
+        """A first token came so much later than by the worker's own account; its peers have heard of it."""
+        if math.isfinite(seconds):
+            self._way.add(*self.peers.way.compared(seconds), self._age(self._way_at, now))
+            self._way_at = now
+
+    def _age(self, then: float, now: float) -> float:
+        return math.exp2(-max(now - then, 0.0) / _FORGET_AFTER)
+
+    def left(self) -> None:
+        """It is gone."""
+        self._speed.forget()
+        self._way.forget()
 
     def lives(self, instance: str) -> None:
         """It is used in this life of it; what another one said of its cache says nothing of this one's."""
@@ -192,16 +236,6 @@ class Standing:
         """A turn has ended, so long after its first token."""
         if 0 <= seconds < math.inf:
             self.service += _SERVICE_GAIN * (seconds - self.service)
-
-    def delayed(self, seconds: float) -> None:
-        """A first token came so much later than by the worker's own account. It may be less than nothing: clocks differ."""
-        if -_MAX_LATENCY < seconds < math.inf:
-            seen = max(0.0, min(seconds, _MAX_LATENCY))
-            if not self._ways:
-                self.latency = seen
-            self._ways += 1
-            # The way is what is always there; what comes on top of it now and then is this machine's own.
-            self.latency += (_LATENCY_DOWN if seen < self.latency else _LATENCY_UP) * (seen - self.latency)
 
     def _decay(self, now: float) -> float:
         return math.exp2(-max(now - self._recent_at, 0.0) / self.half_life)
