@@ -301,7 +301,7 @@ def test_the_world_is_told_what_the_tiers_hold(case, tiered):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_requests_and_aborts_lose_no_block_and_no_token(case, tiered, seed):
     """A pool that two requests fill, five at a time, some dropped at a random moment, slots damaged meanwhile."""
     chance = random.Random(seed)
