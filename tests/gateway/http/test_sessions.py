@@ -384,3 +384,12 @@ async def test_a_worker_knows_a_session_without_a_name_by_the_name_that_the_gate
     assert [hint.session for _, hint in gateway.dispatcher.retained] == [name]
     await gateway.chat(messages=[user("hi")], headers=S)
     assert gateway.dispatcher.requests[-1]["known_as"] == "s1"
+
+
+@pytest.mark.parametrize("path", ["/s1?id=s2", "/fork?id=s2", "?id=s1&id=s2"])
+async def test_a_request_that_names_two_sessions_deletes_neither(gateway, path):
+    for name in ("s1", "s2"):
+        await gateway.chat(messages=[user("hi")], session_id=name)
+    answer = await get(gateway, "/v1/sessions" + path, method="DELETE", status=400)
+    assert answer["error"]["message"] == "id: name one session, in the path or with ?id=ID, not two."
+    assert [each["id"] for each in (await get(gateway, "/v1/sessions"))["data"]] == ["s1", "s2"]
