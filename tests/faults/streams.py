@@ -84,7 +84,7 @@ def tokens_of(choice):
 
 async def ask(session, url, body, headers=None, on_event=lambda answer: None, pace=0.0):
     """Streams one chat completion to its end. Whatever breaks the rules of a stream fails the test. As SDKs do, it tries again
-    when it is turned away for now (502 or 503 with Retry-After, before the first byte). `pace`: seconds it takes over a line."""
+    when it is turned away (502 or 503 with Retry-After, before the first byte). `pace`: seconds it takes for a line."""
     for turned_away in range(TRIES):
         answer, retry_after = await _ask_once(session, url, body, headers, on_event, pace)
         answer.turned_away = turned_away
