@@ -183,7 +183,13 @@ def _sim_option(*names: str, **settings: Any) -> Callable[[Callable[..., Any]], 
 @click.option("--max-num-batched-tokens", type=click.IntRange(1), default=None, help="Tokens computed in one step.")
 @click.option("--max-draft-tokens", type=click.IntRange(0), default=None, help="Tokens guessed ahead at once; 0: none. [8]")
 @click.option("--max-draft-batch", type=click.IntRange(0), default=None, help="Sequences beyond which none are guessed. [4]")
-@click.option("--scheduling", type=click.Choice(["fcfs", "priority"]), default="fcfs", show_default=True)
+@click.option(
+    "--scheduling",
+    type=click.Choice(["fcfs", "priority", "sessions"]),
+    default="fcfs",
+    show_default=True,
+    help="Who goes first: who came first; a lower priority; or turns of sessions that began earlier.",
+)
 @click.option("--no-prefix-caching", is_flag=True, help="Compute every prompt anew.")
 @click.option(
     "--max-requests", type=click.IntRange(1), default=1024, show_default=True, help="Requests in flight, waiting ones too."
@@ -268,6 +274,8 @@ def _check_combinations(ctx: click.Context, options: dict[str, Any]) -> None:
         for parameter in ctx.command.params:
             if isinstance(parameter, _Simulated) and parameter.name and options[parameter.name] is not None:
                 raise click.UsageError(f"{parameter.opts[0]} only means something with --simulate.")
+    elif options["scheduling"] == "sessions":
+        raise click.UsageError("A simulated replica has no order of sessions; give --scheduling fcfs or priority.")
     elif options["kv_memory"] is not None:
         raise click.UsageError("A simulated replica has no KV memory to size; give --num-blocks instead of --kv-memory.")
     if options["num_blocks"] is not None and options["kv_memory"] is not None:

@@ -201,7 +201,7 @@ def _shared_out(plan: ServePlan) -> SessionsConfig:
 
 async def _redis(stack: AsyncExitStack, plan: ServePlan, directory: RuntimeDir) -> RedisConfig | None:
     """The user's Redis, else one of our own where the program is there, else none."""
-    if plan.redis is not None or not plan.gateway.sessions.ledger:
+    if plan.redis is not None:
         return plan.redis
     program = shutil.which("redis-server")
     if program is None:

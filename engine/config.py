@@ -12,7 +12,7 @@ from prefix_cache.hashing import DEFAULT_BLOCK_SIZE
 
 DTypeName = Literal["auto", "bfloat16", "float16", "float32"]
 KVDTypeName = Literal["auto", "float32", "bfloat16", "float16", "int8"]
-Policy = Literal["fcfs", "priority"]
+Policy = Literal["fcfs", "priority", "sessions"]
 Kernels = Literal["auto", "reference"]
 
 GRAPH_BATCH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64)
@@ -39,10 +39,11 @@ class EngineConfig:
     that is less). max_num_seqs: choices that run at once. max_num_batched_tokens: tokens a step computes at most; a longer
     prefill is spread over several steps, beside which others go on decoding.
 
-    policy: fcfs, or priority (lower first, ties by arrival). threads: that compute (None: as torch finds). kernels: auto is
-    the fastest that the machine can build, reference is plain torch. graph_batch_sizes: on an NVIDIA GPU, the numbers of
-    sequences for which a decode step is captured as a graph, ascending; those beyond `max_num_seqs` are left out, and none
-    turns it off.
+    policy: fcfs; priority (lower first, ties by arrival); or sessions: turns of sessions that began earlier go first, though
+    none is overtaken by more than `overtakes` requests that came after it. threads: that compute (None: as torch finds).
+    kernels: auto is the fastest that the machine can build, reference is plain torch. graph_batch_sizes: on an NVIDIA GPU, the
+    numbers of sequences for which a decode step is captured as a graph, ascending; those beyond `max_num_seqs` are left out,
+    and none turns it off.
 
     max_draft_tokens: tokens guessed for a sequence in one step and verified in one pass (engine.speculation); 0: none.
     max_draft_batch: running sequences beyond which nothing is guessed.
@@ -63,6 +64,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     prefix_caching: bool = True
     policy: Policy = "fcfs"
+    overtakes: int = 64
     threads: int | None = None
     kernels: Kernels = "auto"
     graph_batch_sizes: tuple[int, ...] = GRAPH_BATCH_SIZES
@@ -87,8 +89,8 @@ class EngineConfig:
             )
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError("max_model_len is 1; a prompt and one generated token need at least 2.")
-        if self.policy not in ("fcfs", "priority"):
-            raise ConfigError(f"policy is {self.policy!r}; it must be fcfs or priority.")
+        if self.policy not in ("fcfs", "priority", "sessions"):
+            raise ConfigError(f"policy is {self.policy!r}; it must be fcfs, priority or sessions.")
         if self.kernels not in ("auto", "reference"):
             raise ConfigError(f"kernels is {self.kernels!r}; it must be auto or reference.")
         if self.dtype not in ("auto", "bfloat16", "float16", "float32"):

@@ -203,6 +203,8 @@ class Engine:
             )
         prepared.added_at = self._clock()
         prepared.arrival = self._arrivals
+        if self.config.policy == "sessions":
+            prepared.seniority = self._sessions.seniority(prepared.session, prepared.arrival, self.config.overtakes)
         self._arrivals += 1
         self._requests[prepared.request_id] = prepared
         self._meter.totals.requests += 1

@@ -101,9 +101,9 @@ class Sequence:
         return len(self.request.sequences) if self.is_trunk else 1
 
     @property
-    def rank(self) -> tuple[int, int, int]:
-        """Lower goes first: priority, arrival, choice."""
-        return (self.request.priority, self.request.arrival, self.index)
+    def rank(self) -> tuple[int, int, int, int]:
+        """Lower goes first: priority, seniority, arrival, choice."""
+        return (self.request.priority, self.request.seniority, self.request.arrival, self.index)
 
     def tokens(self, start: int, stop: int) -> npt.NDArray[np.uint32]:
         """uint32 [stop - start]: the tokens at these positions."""
@@ -126,7 +126,8 @@ class Request:
     """A request that passed all checks, ready to be queued.
 
     prompt: uint32 [P]. max_total: tokens of prompt and generation. root: parent digest of the first block. priority: 0 where
-    the policy does not look at it. arrival: a count of requests. session: a number that stands for tenant and session, 0 for
+    the policy does not look at it. arrival: a count of requests. seniority: lower goes first; 0 where all are
+    alike. session: a number that stands for tenant and session, 0 for
     none. Times are on the engine's clock.
     """
 
@@ -139,6 +140,7 @@ class Request:
     forked: bool = False
     priority: int = 0
     arrival: int = 0
+    seniority: int = 0
     session: int = 0
     cached_tokens: int = 0
     preemptions: int = 0

@@ -71,7 +71,7 @@ class _Draft:
     stalled: bool = False
 
 
-def _rank(sequence: Sequence) -> tuple[int, int, int]:
+def _rank(sequence: Sequence) -> tuple[int, int, int, int]:
     return sequence.rank
 
 

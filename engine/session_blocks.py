@@ -20,6 +20,8 @@ from prefix_cache.worth import IDLE, PINNED, SUPERSEDED, WAITING
 MAX_BYTES = 64 << 20
 """Of names of blocks; the sessions that were here longest ago are forgotten beyond it."""
 
+_MAX_SESSIONS = 100_000
+
 _FETCH_AT = 0.5
 """Of the median time away: half of the sessions are back later than that time, hardly any before half of it."""
 
@@ -37,10 +39,20 @@ class SessionBlocks:
         self._max_bytes = max_bytes
         self._clock = clock
         self._sessions: OrderedDict[int, bytes] = OrderedDict()
+        self._first_arrivals: OrderedDict[int, int] = OrderedDict()
         self._bytes = 0
 
     def __len__(self) -> int:
         return len(self._sessions)
+
+    def seniority(self, session: int, arrival: int, overtakes: int) -> int:
+        """The arrival of the session's first turn, for the turn that is arrival number `arrival`; but none older than
+        `overtakes` arrivals ago, so that nobody is overtaken by more than that. Program-level first come, first served
+        (Continuum, arXiv 2511.02230)."""
+        first = self._first_arrivals.setdefault(session, arrival) if session else arrival
+        if len(self._first_arrivals) > _MAX_SESSIONS:
+            self._first_arrivals.popitem(last=False)
+        return max(first, arrival - overtakes)
 
     def began(self, session: int, digests: Sequence[BlockHash], held: int) -> None:
         """A turn of the session has begun; the first `held` of its blocks were not computed."""
@@ -62,6 +74,8 @@ class SessionBlocks:
     def told(self, hint: RetentionHint) -> None:
         """What a gateway says of a session; of one that is not known it is ignored."""
         session = session_number(hint.tenant, hint.session)
+        if hint.state == "closed":
+            self._first_arrivals.pop(session, None)
         joined = self._sessions.get(session)
         if joined is None:
             return

@@ -10,7 +10,9 @@ import asyncio
 from collections import OrderedDict
 from typing import Any
 
+import orjson
 from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
 from aiohttp.web_protocol import RequestHandler
 from aiohttp.web_request import BaseRequest
 from aiohttp.web_server import Server
@@ -139,6 +141,25 @@ class LimitedHandler(RequestHandler):
             # With the rest of a body still to come, what follows are no headers.
             if self._admitted and not self._messages and request.content.is_eof():
                 self._expect()
+
+    def handle_error(
+        self, request: BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> web.StreamResponse:
+        """What cannot be read as HTTP gets an error of the same shape as any other request's."""
+        response = super().handle_error(request, status, exc, message)
+        if isinstance(exc, LineTooLong):
+            response = web.Response(status=431, body=_TOO_LARGE_BODY, content_type="application/json")
+        elif isinstance(exc, BadHttpMessage):
+            why = (message or "it cannot be parsed").splitlines()[0].rstrip(":. ")
+            error = {
+                "message": f"This is no valid HTTP request: {why[:200]}.",
+                "type": "invalid_request_error",
+                "param": None,
+                "code": "malformed_request",
+            }
+            response = web.Response(status=400, body=orjson.dumps({"error": error}), content_type="application/json")
+        response.force_close()
+        return response
 
     def give_up(self) -> None:
         """Closes a connection that is idle."""

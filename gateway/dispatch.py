@@ -168,8 +168,8 @@ class PoolDispatcher:
     def _room(self, member: Member) -> WorkerRoom | None:
         if member.info is None:
             return None
-        ahead, books = self._admission.ahead, member.books
-        return room_of(member.name, member.info, member.stats, books.blocks, member.requests, ahead=ahead)
+        ahead, blocks = self._admission.ahead, int(member.books.blocks * member.sharing.factor)
+        return room_of(member.name, member.info, member.stats, blocks, member.requests, ahead=ahead)
 
     def _has_room(self, member: Member, blocks: int) -> bool:
         """As `_room(member).takes(blocks)`: this is asked of every worker for every turn."""
@@ -178,7 +178,7 @@ class PoolDispatcher:
             return True
         if 0 < info.max_concurrency * share < requests + 1:
             return False
-        used, stats = member.books.blocks, member.stats
+        used, stats = int(member.books.blocks * member.sharing.factor), member.stats
         if stats is not None:
             used = max(used, stats.num_blocks - stats.free_blocks - stats.cached_blocks)
         return info.num_blocks <= 0 or used + blocks <= info.num_blocks * share
@@ -197,6 +197,7 @@ class PoolDispatcher:
         sampling: SamplingParams,
         priority: int,
         trace_headers: Mapping[str, str],
+        known_as: str | None = None,
     ) -> PooledGeneration:
         def place(excluded: set[str], generated: int, namespace: str | None) -> Placement:
             tokens = prompt.num_tokens + generated
@@ -219,7 +220,7 @@ class PoolDispatcher:
                 sampling=sampling,
                 grammar=prompt.grammar,
                 priority=priority,
-                session=session.key,
+                session=session.key if session.key is not None else known_as,
                 tenant=session.tenant,
                 cache_salt=prompt.cache_salt,
                 model=self.pool.adapter(model),

@@ -96,12 +96,13 @@ class Pipeline:
 
         Raises TurnError. Whoever gets the RunningTurn must close it.
         """
+        session = turn.session if history is None else history.who
         generations: list[Generation] = []
         sent: list[Prompt] = []
         try:
             for position, prompt in enumerate(prompts):
                 request_id = turn.request_id if len(prompts) == 1 else f"{turn.request_id}-{position}"
-                generation, prompt = await self._dispatch(model, turn, prompt, info, request_id, trace_headers)
+                generation, prompt = await self._dispatch(model, turn, session.key, prompt, info, request_id, trace_headers)
                 generations.append(generation)
                 sent.append(prompt)
         except BaseException:
@@ -117,7 +118,7 @@ class Pipeline:
             generations,
             decoders,
             usage,
-            turn.session if history is None else history.who,
+            session,
             ended,
             warnings=unenforced_warnings(unenforced),
             after_check=check,
@@ -127,6 +128,7 @@ class Pipeline:
         self,
         model: ServedModel,
         turn: Turn,
+        known_as: str | None,
         prompt: Prompt,
         info: WorkerInfo,
         request_id: str,
@@ -140,6 +142,7 @@ class Pipeline:
                     request_id=request_id,
                     model=model.name,
                     session=turn.session,
+                    known_as=known_as,
                     prompt=prompt,
                     sampling=_within_context(turn.sampling, prompt, info),
                     priority=turn.priority,

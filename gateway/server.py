@@ -16,6 +16,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from gateway.certificate import Certificate
 from gateway.config import HttpConfig
 from gateway.connections import Connections
+from gateway.vanished import notice_the_vanished
 
 
 class ListenError(Exception):
@@ -35,6 +36,11 @@ def _as_remarks(record: logging.LogRecord) -> bool:
 
 log = logging.getLogger(__name__)
 log.addFilter(_as_remarks)
+
+
+_VANISHED_AFTER = 10.0
+"""Seconds later than a client is given up that is there and reads nothing: to the system the two look alike, and it counts from
+when the client's buffer is full, not from when ours is."""
 
 
 class _Site(web.BaseSite):
@@ -126,7 +132,7 @@ class HttpServer:
             max_field_size=config.max_header_bytes,
             keepalive_timeout=config.idle_timeout,
         )
-        return await asyncio.get_running_loop().create_server(
+        listening = await asyncio.get_running_loop().create_server(
             self.connections,
             config.host,
             config.port,
@@ -135,6 +141,8 @@ class HttpServer:
             ssl=context,
             ssl_handshake_timeout=config.header_timeout if context is not None else None,
         )
+        notice_the_vanished(listening.sockets, config.write_timeout + _VANISHED_AFTER)
+        return listening
 
 
 def why_not(host: str, port: int, error: OSError | OverflowError) -> str:

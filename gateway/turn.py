@@ -164,8 +164,12 @@ class Dispatcher(Protocol):
         sampling: SamplingParams,
         priority: int,
         trace_headers: Mapping[str, str],
+        known_as: str | None = None,
     ) -> Generation:
-        """Raises TurnError: 503 when no worker can take it, 4xx when the worker refuses it as it is.
+        """`known_as`: what the gateway calls a session that the request did not name. Its worker knows it by that; where it
+        goes is decided by its prompt, as of any that names none.
+
+        Raises TurnError: 503 when no worker can take it, 4xx when the worker refuses it as it is.
 
         A worker that fails before its first chunk is retried elsewhere.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 
 import xxhash
@@ -17,11 +18,14 @@ from offload.estimate import TransferCost
 from offload.guard import GuardedTier
 from offload.mirror import TierMirror
 from offload.remote_store import RemoteStore
+from offload.table_file import remove_abandoned
 from offload.tier import Tier
 from prefix_cache.events import DISK, HOST
 from prefix_cache.hashing import BlockHash
 
 logger = logging.getLogger(__name__)
+
+_ABANDONED_AFTER = 3 * 3600.0
 
 # Bytes a second, before anything was measured.
 _HOST_RATE, _DISK_RATE, _REMOTE_RATE = 2e9, 3e8, 5e7
@@ -51,6 +55,8 @@ def open_tiers(config: OffloadConfig, namespace: BlockHash, shape: BlockShape, m
     encoded = make_codec(config.codec, shape).encoded_bytes
     tiers: list[GuardedTier] = []
     mirrors: list[TierMirror] = []
+    for path in remove_abandoned(config.shared_memory, f"turnkeep-{os.getuid()}-", _ABANDONED_AFTER):
+        logger.info("%s: nobody has used it for hours; it is gone.", path)
     if config.host_bytes:
         try:
             arena = HostArena(tier_key(namespace, config.codec), encoded, config.host_bytes, config.shared_memory)

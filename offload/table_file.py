@@ -94,6 +94,7 @@ class TableFile:
             os.posix_fallocate(self.descriptor, 0, table)
         self.slots = slots
         self.member = self._join()
+        os.utime(self.descriptor)
         self.memory = mmap.mmap(self.descriptor, size)
         self.columns = SlotColumns(self.memory, slots)
         if fresh:
@@ -135,3 +136,23 @@ class TableFile:
     def is_alive(self, member: int) -> bool:
         """True while the process that is this member lives."""
         return member == self.member or self._locks.is_held_elsewhere(FIRST_MEMBER + member)
+
+
+def remove_abandoned(directory: Path, prefix: str, older_than: float) -> list[Path]:
+    """Removes tables in `directory`, whose names begin with `prefix`, that nobody uses and nobody has attached to for
+    `older_than` seconds: what replicas left that were killed and whose model was not served since. Returns them."""
+    removed = []
+    limit = time.time() - older_than
+    for path in sorted(directory.glob(prefix + "*")):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                status, locks = os.fstat(descriptor), ByteLocks(descriptor)
+                if status.st_uid != os.getuid() or status.st_mtime > limit or not locks.try_lock(_OPENING):
+                    continue
+                if locks.is_range_free(FIRST_MEMBER, MAX_MEMBERS):
+                    os.unlink(path)
+                    removed.append(path)
+            finally:
+                os.close(descriptor)
+    return removed

@@ -188,13 +188,19 @@ class ResidencyIndex:
         return 0 if slot is None else depth(self._masks, digests, min(upto, len(digests)), REPORTED_BITS << slot.shift)
 
     def check_order(self, worker: str, digests: Sequence[BlockHash]) -> bool:
-        """Looks at these blocks, all of which a lookup has found to be held, one by one. False: some are not, so the worker's
-        cache gives up beginnings before ends, and prompts are walked block by block as long as it is known."""
+        """Looks at these blocks of a prompt one by one. False: one is held without one before it: the worker's cache gives up
+        beginnings before ends, and prompts are walked block by block as long as the worker is known."""
         slot = self._slots.get(worker)
         if slot is None:
             return True
         bits, masks = SLOT_BITS << slot.shift, self._masks
-        if all(masks.get(digest, 0) & bits for digest in digests):
+        missing = False
+        for digest in digests:
+            if not masks.get(digest, 0) & bits:
+                missing = True
+            elif missing:
+                break
+        else:
             return True
         slot.careful = True
         self._careful_ones |= 1 << slot.shift

@@ -24,8 +24,10 @@ def names_session(request: web.Request) -> bool:
 
 
 def session_id(request: web.Request) -> str:
-    """The key of the session that is meant; `?id=` counts where there is one. Raises TurnError 400 where there is none."""
+    """The key of the session that is meant. Raises TurnError 400 where none is named, or two."""
     if names_session(request):
+        if "id" in request.match_info or len(request.query.getall("id")) > 1:
+            raise TurnError(400, "invalid_request", "id: name one session, in the path or with ?id=ID, not two.", param="id")
         name = request.query["id"]
     else:
         name = request.match_info.get("id", "")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from gateway.discovery.dns import DnsSource, addresses_of, targets_of
 from gateway.discovery.fleet import WorkerSource
 from gateway.discovery.kubernetes import KubernetesApi, KubernetesSource
-from gateway.workers.spec import WorkerSpec, parse_worker
+from gateway.workers.spec import PLACEHOLDER, WorkerSpec, parse_worker
 
 _FOUND = re.compile(
     r"(?P<kind>[a-z0-9_-]+=)?(?P<how>dns|srv|k8s)(?P<tls>\+https)?://(?P<where>[^,/]+)/?(?P<options>,.*)?", re.DOTALL
@@ -29,7 +29,7 @@ def parse_workers(text: str, environ: Mapping[str, str]) -> WorkerSpec | WorkerS
     if match is None:
         return parse_worker(text, environ)
     scheme = "https" if match["tls"] else "http"
-    template = f"{match['kind'] or ''}{scheme}://found.invalid:1{match['options'] or ''}"
+    template = f"{match['kind'] or ''}{scheme}://{PLACEHOLDER}{match['options'] or ''}"
     spec, where = parse_worker(template, environ), match["where"]
     name = f"{match['how']}-{where}"
     if match["how"] == "srv":

@@ -16,7 +16,8 @@ class RouterConfig:
     `shadow_policy`: scored beside the live one, never obeyed.
     `opportunity`: what a second of prefill costs everybody else, as a share of what it costs this turn.
     `eviction`: weight of the seconds that others lose when their blocks make room for this turn's.
-    `hysteresis`: share of the prompt's prefill by which another worker must be cheaper before a session leaves its home.
+    `hysteresis`: share of what a session has at its home (what its hits save, and a quarter of its prompt's prefill) by which
+    another worker must be cheaper before it leaves.
     `spread`: weight of a worker's recent work when a session is placed for the first time; 0 places by cost alone.
     `spread_half_life`: seconds after which recent work counts half.
     `predicted_ttl`: seconds for which a computed prompt counts as resident before KV events confirm it.
@@ -30,7 +31,7 @@ class RouterConfig:
     shadow_policy: PolicyName | None = None
     opportunity: float = 1.0
     eviction: float = 1.0
-    hysteresis: float = 0.25
+    hysteresis: float = 1.0
     spread: float = 0.5
     spread_half_life: float = 60.0
     predicted_ttl: float = 5.0

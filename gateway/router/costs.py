@@ -9,7 +9,7 @@
             + opportunity * others         what computing keeps others from: prefill * (1 + arrivals during it / 2)
             + eviction                     what others will compute again because their blocks made room
             + spread * recent work         only when a session is placed for the first time
-            - hysteresis * prompt          only for the worker the session comes from
+            - hysteresis * stay            only for the session's home: what its hits save, and a quarter of its prefill
 
 Everything is in one unit and adds up: there is no threshold at which affinity is thrown away, so a long conversation leaves its
 worker exactly when waiting there costs more than computing everything elsewhere. A prompt that nobody holds costs the same
@@ -46,8 +46,8 @@ class Candidate(NamedTuple):
     every worker at every decision.
 
     `matched_tokens`: the beginning of this prompt that it holds or soon will. `others`: what those wait who come while it is
-    computed. `recent_work`: what the worker computed lately, decaying (looked at for new sessions only). `whole`: what
-    computing the prompt without any hit would take (for the home only). `idle_rank`: lower for workers not chosen for longer.
+    computed. `recent_work`: what the worker computed lately, decaying (looked at for new sessions only). `stay`: what
+    the session loses by leaving (for its home only). `idle_rank`: lower for workers not chosen for longer.
     `requests`: in flight there.
     """
 
@@ -60,7 +60,7 @@ class Candidate(NamedTuple):
     others: float = 0.0
     eviction: float = 0.0
     recent_work: float = 0.0
-    whole: float = 0.0
+    stay: float = 0.0
     idle_rank: int = 0
     requests: int = 0
 
@@ -76,7 +76,7 @@ class Weights:
 
     opportunity: float = 1.0
     eviction: float = 1.0
-    hysteresis: float = 0.25
+    hysteresis: float = 1.0
     spread: float = 0.5
 
 
@@ -90,7 +90,7 @@ def costs(candidates: Sequence[Candidate], home: str | None, weights: Weights) -
     if home is not None:
         for position, candidate in enumerate(candidates):
             if candidate.name == home:
-                found[position] -= weights.hysteresis * candidate.whole
+                found[position] -= weights.hysteresis * candidate.stay
     return found
 
 

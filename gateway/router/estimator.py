@@ -37,6 +37,8 @@ _HUBER = 2.0
 _SCALE_GAIN = 0.05
 _MIN_SCALE, _MAX_SCALE = 1e-4, 1e5
 Vector = npt.NDArray[np.float64]
+# A token is never free: where noise hides what it costs, a prefix must still be worth something.
+_LEAST: Vector = np.array([0.0, 0.1, 0.0, 0.0, 0.1, 0.1, 0.1])
 _UNITS: Vector = np.array([1.0, 1e3, 1e8, 10.0, 1e3, 1e3, 1e3])
 
 
@@ -59,6 +61,15 @@ class Coefficients(NamedTuple):
         """Seconds that those steps take in any case, with `decoding` neighbours in them."""
         return self.fixed + self.neighbour * decoding * (1.0 + new / STEP_TOKENS)
 
+    def scaled(self, factor: float) -> Coefficients:
+        """Of a machine that takes `factor` times as long."""
+        return Coefficients(*(factor * value for value in self))
+
+    def expected(self, seen: Observation) -> float:
+        """Seconds that such a prompt takes."""
+        lifted = self.host * seen.host + self.disk * seen.disk + self.remote * seen.remote
+        return self.work(seen.new, seen.context) + self.token * seen.beside + self.overhead(seen.decoding, seen.new) + lifted
+
     def mixed(self, other: Coefficients, share: float) -> Coefficients:
         """`share` of these and the rest of the other's."""
         return Coefficients(*(share * a + (1.0 - share) * b for a, b in zip(self, other, strict=True)))
@@ -66,7 +77,8 @@ class Coefficients(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One prompt that was computed: `seconds` from leaving the queue to the first token."""
+    """One prompt that was computed: `seconds` from leaving the queue to the first token. `beside`: tokens of other prompts that
+    were computed in that time."""
 
     new: int
     context: int
@@ -75,11 +87,12 @@ class Observation:
     host: int = 0
     disk: int = 0
     remote: int = 0
+    beside: int = 0
 
     def row(self) -> Vector:
         pairs = self.new * (self.context + self.new / 2)
         neighbours = self.decoding * (1 + self.new / STEP_TOKENS)
-        values = (1.0, self.new, pairs, neighbours, self.host, self.disk, self.remote)
+        values = (1.0, self.new + self.beside, pairs, neighbours, self.host, self.disk, self.remote)
         return np.array(values, dtype=np.float64) / _UNITS
 
 
@@ -109,7 +122,7 @@ class PrefillEstimator:
     def observe(self, seen: Observation) -> None:
         """Learns from one prompt. What cannot have been (negative, endless, not a number) is ignored."""
         seconds = seen.seconds
-        if not 0.0 <= seconds <= _MAX_SECONDS or min(seen.new, seen.context, seen.decoding) < 0:
+        if not 0.0 <= seconds <= _MAX_SECONDS or min(seen.new, seen.context, seen.decoding, seen.beside) < 0:
             return
         row = seen.row()
         self._seen += 1
@@ -132,18 +145,19 @@ class PrefillEstimator:
         self._scale = max(_MIN_SCALE, min(self._scale, _MAX_SCALE))
 
     def _solve(self) -> Vector:
-        """The least squares solution without negative parts: what would be negative is held at zero, one after another."""
+        """The least squares solution above `_LEAST` of the prior: what would lie below is held there, one after another."""
         prior = self._base * self._scale
+        least = _LEAST * prior
         strength = 1.0 / (_PRIOR_SPREAD * prior) ** 2
         moments = self._moments + np.diag(strength)
-        targets = self._targets + strength * prior
+        targets = self._targets + strength * prior - moments @ least
         free = np.ones(len(prior), dtype=bool)
-        solution = np.zeros(len(prior))
+        above = np.zeros(len(prior))
         while free.any():
-            solution[:] = 0.0
-            solution[free] = np.linalg.solve(moments[np.ix_(free, free)], targets[free])
-            lowest = int(solution.argmin())
-            if solution[lowest] >= 0:
+            above[:] = 0.0
+            above[free] = np.linalg.solve(moments[np.ix_(free, free)], targets[free])
+            lowest = int(above.argmin())
+            if above[lowest] >= 0:
                 break
             free[lowest] = False
-        return solution
+        return least + np.maximum(above, 0.0)

@@ -15,7 +15,7 @@ from gateway.router.costs import Candidate
 
 Result = Literal["open", "running", "finished", "abandoned", "failed"]
 
-TERMS = ("queue", "transfer", "prefill", "interference", "others", "eviction", "recent_work", "whole")
+TERMS = ("queue", "transfer", "prefill", "interference", "others", "eviction", "recent_work", "stay")
 """The estimates of a candidate that a receipt keeps, in seconds."""
 
 _ROW = attrgetter("matched_tokens", *TERMS)

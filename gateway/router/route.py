@@ -21,6 +21,7 @@ class Route:
     `computed` come before, in this order, each at most once."""
 
     __slots__ = (
+        "_beside",
         "_block_size",
         "_cached",
         "_decoding",
@@ -73,6 +74,7 @@ class Route:
         self._decoding = decoding
         self._placed_at = now
         self._cached: int | None = None
+        self._beside = 0
         self._ended = False
         self.tokens = max(prompt_tokens - receipt.matched_tokens, 0)
         self.seconds = standing.coefficients.work(self.tokens, receipt.matched_tokens)
@@ -95,6 +97,7 @@ class Route:
         outcome.result, outcome.cached_tokens, outcome.queue_seconds = "running", cached, queue_seconds
         new = self.prompt_tokens - cached
         self.standing.correct(self, self.standing.coefficients.work(new, cached), new)
+        self._beside = self.standing.beside(self)
         self._router.compare(self, self._promised, cached, self._digests, self._block_size)
 
     def computed(self, cached_tokens: int | None) -> None:
@@ -169,4 +172,5 @@ class Route:
             host=host * size,
             disk=disk * size,
             remote=remote * size,
+            beside=self._beside,
         )

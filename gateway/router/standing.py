@@ -7,14 +7,18 @@ import math
 from typing import Protocol
 
 from gateway.router.costs import WorkerLoad
-from gateway.router.estimator import Coefficients, Observation, PrefillEstimator
+from gateway.router.estimator import STEP_TOKENS, Coefficients, Observation, PrefillEstimator
 from gateway.router.occupancy import Occupancy
 from gateway.router.trust import Trust
 
 _MAX_WEIGHT = 50.0
+_RATIO_GAIN = 0.05
+# Observations after which a worker's own word counts half: that of its speed, and that of everything.
+_SURE_OF_RATIO = 5.0
+_SURE_OF_ALL = 50.0
 _FORGET_AFTER = 300.0
 _SERVICE_GAIN = 0.05
-_LATENCY_GAIN = 0.1
+_LATENCY_DOWN, _LATENCY_UP = 0.3, 0.01
 _MAX_LATENCY = 10.0
 _SERVICE_PRIOR = 2.0
 
@@ -30,10 +34,12 @@ class Standing:
     """One worker. `base`: coefficients of its peers. Seconds are on the router's clock."""
 
     __slots__ = (
+        "_log_ratio",
         "_observed_at",
         "_recent_at",
         "_recent_seconds",
         "_recent_tokens",
+        "_ways",
         "_weight",
         "busy_since",
         "coefficients",
@@ -67,10 +73,12 @@ class Standing:
         self.service = _SERVICE_PRIOR
         """Seconds that a turn stays there after its first token, in the mean."""
         self.latency = 0.0
+        self._ways = 0
         """Seconds between here and there: what the first token took beyond what the worker says it did."""
         self._recent_seconds = self._recent_tokens = 0.0
         self._recent_at = now
         self._weight = 0.0
+        self._log_ratio = 0.0
         self._observed_at = now
 
     # How fast it is
@@ -80,13 +88,19 @@ class Standing:
         self._weight = min(self._weight * self._age(now) + 1.0, _MAX_WEIGHT)
         self._observed_at = now
         self.estimator.observe(seen)
+        if seen.seconds > 0:
+            ratio = max(-3.0, min(math.log(seen.seconds / fleet.expected(seen)), 3.0))
+            self._log_ratio += max(1.0 / self._weight, _RATIO_GAIN) * (ratio - self._log_ratio)
         self.refresh(fleet, now)
 
     def refresh(self, fleet: Coefficients, now: float) -> None:
-        """Its estimates: its own as far as it has said much lately, else those of its peers. A worker that was slow while it
-        warmed up would get nothing to do any more, and could not show that it is not."""
+        """Its estimates: those of its peers, for a machine as much slower or faster as it was lately, and, the more it has
+        said, its own. One factor is known from few requests and hardly moved by noise; seven coefficients are not, and
+        differences that are none would send sessions to and fro. A worker that has said nothing for long counts as its peers
+        do: one that was slow while it warmed up would get nothing to do any more, and could not show that it is not."""
         weight = self._weight * self._age(now)
-        self.coefficients = self.estimator.coefficients.mixed(fleet, weight / (weight + 1.0))
+        alike = fleet.scaled(math.exp(self._log_ratio * weight / (weight + _SURE_OF_RATIO)))
+        self.coefficients = self.estimator.coefficients.mixed(alike, weight / (weight + _SURE_OF_ALL))
 
     def _age(self, now: float) -> float:
         return math.exp2(-max(now - self._observed_at, 0.0) / _FORGET_AFTER)
@@ -106,6 +120,17 @@ class Standing:
         self.pending[prompt] = None
         self.pending_seconds += prompt.seconds
         self.pending_tokens += prompt.tokens
+
+    def beside(self, prompt: Pending) -> int:
+        """Tokens of other prompts that are computed before its first token: those in front of it, and of those behind it what
+        fits into a step with it."""
+        front = 0
+        for other in self.pending:
+            if other is prompt:
+                break
+            front += other.tokens
+        behind = self.pending_tokens - front - prompt.tokens
+        return front + max(0, min(behind, STEP_TOKENS - front - prompt.tokens))
 
     def correct(self, prompt: Pending, seconds: float, tokens: int) -> None:
         """The worker has said how much of it there is to compute."""
@@ -171,7 +196,12 @@ class Standing:
     def delayed(self, seconds: float) -> None:
         """A first token came so much later than by the worker's own account. It may be less than nothing: clocks differ."""
         if -_MAX_LATENCY < seconds < math.inf:
-            self.latency += _LATENCY_GAIN * (max(0.0, min(seconds, _MAX_LATENCY)) - self.latency)
+            seen = max(0.0, min(seconds, _MAX_LATENCY))
+            if not self._ways:
+                self.latency = seen
+            self._ways += 1
+            # The way is what is always there; what comes on top of it now and then is this machine's own.
+            self.latency += (_LATENCY_DOWN if seen < self.latency else _LATENCY_UP) * (seen - self.latency)
 
     def _decay(self, now: float) -> float:
         return math.exp2(-max(now - self._recent_at, 0.0) / self.half_life)

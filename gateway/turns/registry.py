@@ -105,7 +105,7 @@ class TurnRegistry:
         key = self._key(session, idempotency_key, answer.dialect)
         refused = False
         if key is not None:
-            found = self._find(key, body)
+            found = self._find(key, body, stream)
             if found is not None:
                 entry, how = found
                 refused = stream and not entry.shared.whole
@@ -137,14 +137,20 @@ class TurnRegistry:
             return None
         return session.tenant, dialect, "session", session.key
 
-    def _find(self, key: _Key, body: Mapping[str, Any]) -> tuple[_Entry, How] | None:
+    def _find(self, key: _Key, body: Mapping[str, Any], stream: bool) -> tuple[_Entry, How] | None:
+        too_far: _Entry | None = None
         for entry in self._running.get(key, ()):
             if entry.shared.failed:
                 continue
             if entry.body is not None and _same(entry.body, body):
-                return entry, "running"
-            if entry.keyed:
+                if entry.shared.whole or not stream:
+                    return entry, "running"
+                # An earlier try that was refused this one has begun the turn again, maybe.
+                too_far = entry
+            elif entry.keyed:
                 raise _reused()
+        if too_far is not None:
+            return too_far, "running"
         self._expire()
         kept = self._finished.get(key)
         if kept is None:

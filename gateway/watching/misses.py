@@ -92,6 +92,10 @@ class MissExplainer:
         lost = min(divergence.lost_tokens, made.ledger.num_tokens - divergence.tokens) if divergence is not None else 0
         if divergence is not None and lost >= made.ledger.block_size:
             watched.miss = self._diverged(turn, history, conversation, divergence, lost)
+            old = _predecessor(history)
+            if old is not None and _was_answered(history):
+                watched.previous = Place(old.worker, old.worker_instance)
+                watched.expected = _whole(divergence.tokens, made.ledger)
         elif own and made.predecessor is not None and _was_answered(history):
             watched.previous = Place(made.predecessor.worker, made.predecessor.worker_instance)
             watched.expected = _expected(made.predecessor, made.reused_tokens, made.ledger)
@@ -107,6 +111,9 @@ class MissExplainer:
         """The replica says what it found in its cache. Returns the miss, if it is one."""
         if watched.miss is not None and not watched.settled:
             watched.miss = self._found_elsewhere(watched, watched.miss, cached_tokens)
+            # Before the place where the prompt changed, too, blocks may be gone. What cost more is told.
+            if watched.miss is not None and watched.expected - cached_tokens > watched.miss.lost_tokens:
+                watched.miss = None
         if watched.miss is None and not watched.settled:
             lost = watched.expected - cached_tokens
             # The last token of an answer may have been chosen and not computed, which can cost its block.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -40,6 +40,7 @@ class Lease:
         """The first token has come; idempotent."""
         if self.phase is Phase.WAITING:
             self.phase = Phase.RUNNING
+            self._books.running_blocks += self.blocks
             self._books.waiting -= 1
             self._books.running += 1
             self._books.queued_tokens -= self.work_tokens
@@ -52,6 +53,7 @@ class Lease:
             self.phase = Phase.CLOSED
             self._books.running -= 1
             self._books.blocks -= self.blocks
+            self._books.running_blocks -= self.blocks
             self._books.freed()
 
 
@@ -61,7 +63,8 @@ class InFlight:
 
     `queued_tokens`: prompt tokens still to be computed (without what is expected to be cached) of requests whose first
     token has not come. `waiting_prompt_tokens`: the whole prompts of those, the measure that workers report. `blocks`: of KV
-    that all of them may need until they end. `freed` is called whenever a request has ended.
+    that all of them may need until they end; `running_blocks`: those of `running` ones. `opened`: requests since the start.
+    `freed` is called whenever a request has ended.
     """
 
     waiting: int = 0
@@ -69,7 +72,9 @@ class InFlight:
     queued_tokens: int = 0
     waiting_prompt_tokens: int = 0
     blocks: int = 0
-    freed: Callable[[], None] = lambda: None
+    running_blocks: int = 0
+    opened: int = field(default=0, compare=False)
+    freed: Callable[[], None] = field(default=lambda: None, compare=False)
 
     @property
     def requests(self) -> int:
@@ -79,6 +84,7 @@ class InFlight:
         """Books a request that is about to be sent. `blocks`: of KV that it may need until it ends."""
         lease = Lease(self, prompt_tokens, max(prompt_tokens - matched_tokens, 0), blocks)
         self.blocks += blocks
+        self.opened += 1
         self.waiting += 1
         self.queued_tokens += lease.work_tokens
         self.waiting_prompt_tokens += prompt_tokens

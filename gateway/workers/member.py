@@ -15,6 +15,7 @@ from gateway.workers.books import InFlight
 from gateway.workers.breaker import Breaker
 from gateway.workers.kv_subscriber import KVEventSubscriber
 from gateway.workers.protocol import PROTOCOL_VERSION, WorkerInfo, WorkerStats
+from gateway.workers.sharing import Sharing
 from prefix_cache.index import ResidencyIndex
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class Member:
         self.name = name
         self.client = client
         self.books = InFlight()
+        self.sharing = Sharing()
         self.breaker = Breaker()
         self.state = State.STARTING
         self.detail = "not reached yet"
@@ -230,6 +232,7 @@ class Member:
     async def _poll(self) -> None:
         # What was in flight here at any moment of the exchange is ours: better to overlook a foreigner than to invent one.
         before_tokens, before_requests = self.books.waiting_prompt_tokens, self.books.requests
+        opened, set_aside = self.books.opened, self.books.running_blocks
         stats = await self.client.stats()
         self.heard()
         if self.info is None or stats.instance != self.info.instance:
@@ -238,7 +241,8 @@ class Member:
             return
         self.stats = stats
         own_tokens = max(before_tokens, self.books.waiting_prompt_tokens)
-        own_requests = max(before_requests, self.books.requests)
+        own_requests = before_requests + self.books.opened - opened
+        self.sharing.observe(max(set_aside, self.books.running_blocks), stats)
         self._foreign_requests = max(stats.running + stats.waiting - own_requests, 0)
         self._foreign_tokens = max(stats.waiting_prompt_tokens - own_tokens, 0) if self._foreign_requests else 0
 

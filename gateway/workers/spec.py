@@ -17,6 +17,8 @@ OPTIONS = ("events", "replay", "topic", "model", "key-env", "concurrency")
 _KIND = re.compile(r"([a-z0-9_-]+)=(.*)", re.DOTALL)
 _ZMQ = re.compile(r"(tcp://[^\s]+:\d{1,5}|ipc://\S+)")
 DEFAULT_CONCURRENCY = 256
+PLACEHOLDER = "found.invalid:1"
+"""Host and port of a worker's URL where those are still to be found (gateway/discovery)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,8 @@ class WorkerSpec:
                 raise ValueError(f"worker {self.url}: {name} is for kinds vllm and sglang, not for {self.kind}")
             if not _ZMQ.fullmatch(address) or "*" in address:
                 raise ValueError(f"worker {self.url}: {name} takes tcp://host:port or ipc://path, not '{address}'")
+            if "{" in address and not self.url.endswith(f"://{PLACEHOLDER}"):
+                raise ValueError(f"worker {self.url}: {name} is '{address}', but {{host}} is for hosts that are looked up")
         if self.replay is not None and self.events is None:
             raise ValueError(f"worker {self.url}: replay without events; give both")
         if self.concurrency < 1:

@@ -28,6 +28,16 @@ class FieldTexts:
     value_end: str
     after: str
     key_stop: str = "<>"
+    special_tokens: frozenset[str] = frozenset()
+    """Which of these texts' parts are special tokens of the model's tokenizer."""
+
+    def tags(self, text: str) -> list[tags.Tag]:
+        """A text as tags, special tokens in it as tokens."""
+        found = [(text.index(token), token) for token in self.special_tokens if token in text]
+        if not found:
+            return [tags.text(text)] if text else []
+        at, token = min(found)
+        return [*self.tags(text[:at]), {"type": "token", "token": token}, *self.tags(text[at + len(token) :])]
 
 
 def fields(schemas: tags.Schemas, tool: Tool, texts: FieldTexts) -> tags.Tag:
@@ -95,7 +105,7 @@ class _Writer:
         texts = self._texts
         key = tags.regex(f"[^{texts.key_stop}\\n]+")
         value = self._value(rest if isinstance(rest, dict) else {}, texts.after_key)
-        return {"type": "star", "content": tags.sequence(tags.text(texts.before_key), key, value)}
+        return {"type": "star", "content": tags.sequence(*texts.tags(texts.before_key), key, value)}
 
     def _field(self, name: str, value: Any) -> tags.Tag:
         texts = self._texts
@@ -126,17 +136,19 @@ class _Writer:
                     tool=self._tool,
                     pointer="",
                 )
-            return tags.sequence(tags.text(before), tags.one_of([tags.text(text) for text in possible]), tags.text(after))
+            one = tags.one_of([tags.text(text) for text in possible])
+            return tags.sequence(*self._texts.tags(before), one, *self._texts.tags(after))
         types = json_types(constraints, self._root)
         if "string" not in types:
             content = {"type": "json_schema", "json_schema": self._with_definitions(constraints)}
-            return tags.sequence(tags.text(before), content, tags.text(after))
+            return tags.sequence(*self._texts.tags(before), content, *self._texts.tags(after))
         if types != STRING:
             if set(constraints) - {"type"}:
                 self._schemas.note(self._tool, *self._constraining(constraints))
             return self._string(before, tags.text_without())
         if "pattern" in constraints:
-            return tags.sequence(tags.text(before), tags.regex(constraints["pattern"]), tags.text(after))
+            pattern = tags.regex(constraints["pattern"])
+            return tags.sequence(*self._texts.tags(before), pattern, *self._texts.tags(after))
         content = tags.text_without()
         for keyword in _CONSTRAINTS:
             if keyword == "maxLength" and keyword in constraints:
@@ -148,8 +160,11 @@ class _Writer:
         return self._string(before, content)
 
     def _string(self, before: str, content: tags.Tag) -> tags.Tag:
-        value = tags.tag(before, content, self._texts.value_end)
-        return tags.sequence(value, tags.text(self._texts.after)) if self._texts.after else value
+        texts = self._texts
+        if texts.value_end in texts.special_tokens:  # no text holds it
+            return tags.sequence(*texts.tags(before), content, *texts.tags(texts.value_end + texts.after))
+        opening, value = texts.tags(before), tags.tag("", content, texts.value_end)
+        return tags.sequence(*opening, value, *texts.tags(texts.after))
 
     def _constraining(self, schema: Mapping[str, Any]) -> list[str]:
         """The keywords of a value that is text and may be more."""

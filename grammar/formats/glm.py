@@ -59,10 +59,15 @@ class GlmFormat(CallFormat):
         *,
         line: str = "\n",
     ) -> None:
-        # As tokens that no text holds they could not be told apart from text; as text they are what the template writes.
-        super().__init__(limits, special_tokens - set(self.markers))
+        super().__init__(limits, special_tokens)
         self._line = self.lead = line
-        self._texts = FieldTexts("<arg_key>", f"</arg_key>{line}<arg_value>", "</arg_value>", line)
+        self._texts = FieldTexts(
+            "<arg_key>",
+            f"</arg_key>{line}<arg_value>",
+            "</arg_value>",
+            line,
+            special_tokens=special_tokens & set(self.markers),
+        )
 
     @property
     def exempt_regions(self) -> tuple[tuple[str, str], ...]:
@@ -90,7 +95,7 @@ class GlmFormat(CallFormat):
 
     def calls(self, schemas: tags.Schemas, tools: Sequence[Tool], most: int | None) -> tags.Tag:
         written = [
-            tags.sequence(tags.text(f"{tool.name}{self._line}"), fields(schemas, tool, self._texts), tags.text(END))
+            tags.sequence(tags.text(f"{tool.name}{self._line}"), fields(schemas, tool, self._texts), self.marker(END))
             for tool in tools
         ]
         return self.repeated(written, most, between=self._line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from offload import slot_layout as layout
 from offload.errors import TierCorrupt, TierUnavailable
 from offload.slot_layout import FREE, READY, WRITING
 from offload.slot_table import SlotTable
+from offload.table_file import remove_abandoned
 from prefix_cache.worth import IDLE, PINNED, SHARED, SUPERSEDED, WAITING
 from tests.offload.blocks import digest_of
 
@@ -256,3 +258,16 @@ def test_check_integrity_can_fail(tmp_path: Path) -> None:
     table.columns.header[layout.H_USED_BYTES] = 0
     table.columns.header[layout.H_DIRTY] = 0
     table.check_integrity()
+
+
+def test_tables_that_killed_processes_left_are_removed_and_those_in_use_are_not(tmp_path: Path) -> None:
+    left, used, fresh = (SlotTable(tmp_path / name, KEY, 4, 64) for name in ("kv-left", "kv-used", "kv-fresh"))
+    left.close(keep=True)
+    fresh.close(keep=True)
+    for name in ("kv-left", "kv-used"):
+        os.utime(tmp_path / name, (0, 0))
+    (tmp_path / "other").write_text("not ours")
+    os.utime(tmp_path / "other", (0, 0))
+    assert remove_abandoned(tmp_path, "kv-", 3600.0) == [tmp_path / "kv-left"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kv-fresh", "kv-used", "other"]
+    assert put(used, [1]) == 1

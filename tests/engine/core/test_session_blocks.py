@@ -76,6 +76,39 @@ def test_hints_of_sessions_that_nobody_knows_are_ignored(model):
     assert turn(driver, "s0", random_prompt(0, 33)) == 0
 
 
+def test_turns_of_sessions_that_began_earlier_go_first_and_nobody_waits_for_ever(model):
+    import msgspec
+
+    engine = make_engine(model, num_blocks=64, max_num_seqs=1, max_num_batched_tokens=64, policy="sessions", overtakes=6)
+    driver = Driver(engine)
+
+    def add(name: str, session: str | None) -> None:
+        request = msgspec.structs.replace(wire(name, random_prompt(len(name), 9), max_tokens=1), session=session)
+        engine.add(engine.prepare(request))
+
+    add("old-1", "old")
+    while engine.has_work():
+        driver.step()
+    add("running", None)
+    driver.step()
+    for name, session in (("new-1", "new"), ("plain", None), ("old-2", "old"), ("new-2", "new"), ("old-3", "old")):
+        add(name, session)
+    ended = []
+    while engine.has_work():
+        ended += [name for name, chunk in driver.step() if type(chunk).__name__ == "Done"]
+    assert [name for name in ended if name != "running"] == ["old-2", "old-3", "new-1", "new-2", "plain"]
+    # From the sixth arrival after "patient" on none goes before it, however old its session is.
+    add("blocker", None)
+    driver.step()
+    add("patient", None)
+    for number in range(4, 12):
+        add(f"old-{number}", "old")
+    ended = []
+    while engine.has_work():
+        ended += [name for name, chunk in driver.step() if type(chunk).__name__ == "Done"]
+    assert ended.index("patient") == 5
+
+
 @pytest.fixture
 def tiered(model, tmp_path: Path) -> Iterator[Driver]:
     config = OffloadConfig(
@@ -123,7 +156,7 @@ def test_blocks_that_host_memory_has_given_up_are_stored_again_while_the_device_
     host = engine._tiers._stack.tiers[0].inner
     host.table.clear()
     assert turn(tiered, "s", prompt) == 32  # of the device; ends, and the keeper looks
-    settled(tiered, lambda: bool(engine._tiers._keeper._missing))
+    settled(tiered, lambda: bool(engine._tiers._keeper._missing) or host.figures().blocks >= 8)
     turn(tiered, "other", random_prompt(8, 5))
     assert engine.wait_for_tiers(60)
     settled(tiered, lambda: host.figures().blocks >= 8)

@@ -16,6 +16,7 @@ from gateway.admission.rooms import WorkerRoom, choose, needed_blocks, room_of
 from gateway.dispatch import PoolConfig, PoolDispatcher
 from gateway.turn import TurnError
 from gateway.workers.protocol import WorkerInfo, WorkerStats
+from gateway.workers.sharing import Sharing
 
 
 class Workers:
@@ -289,13 +290,36 @@ def test_blocks_that_a_turn_needs(tokens, output, blocks):
 counts = st.integers(0, 200)
 
 
-@given(blocks=counts, requests=st.integers(0, 9), need=counts, free=st.none() | counts, cached=counts, capacity=st.booleans())
-def test_the_quick_look_sees_what_the_thorough_one_does(blocks, requests, need, free, cached, capacity):
+@given(
+    blocks=counts,
+    requests=st.integers(0, 9),
+    need=counts,
+    free=st.none() | counts,
+    cached=counts,
+    capacity=st.booleans(),
+    factor=st.floats(0.1, 1.0),
+)
+def test_the_quick_look_sees_what_the_thorough_one_does(blocks, requests, need, free, cached, capacity, factor):
     info = INFO if capacity else msgspec.structs.replace(INFO, num_blocks=0, max_concurrency=0)
     reported = None if free is None else stats(free_blocks=free, cached_blocks=cached)
-    member = SimpleNamespace(name="w", info=info, stats=reported, books=SimpleNamespace(blocks=blocks), requests=requests)
+    books, sharing = SimpleNamespace(blocks=blocks), SimpleNamespace(factor=factor)
+    member = SimpleNamespace(name="w", info=info, stats=reported, books=books, sharing=sharing, requests=requests)
     dispatcher = PoolDispatcher(PoolConfig(models=("m",)))
     assert dispatcher._has_room(member, need) == dispatcher._room(member).takes(need)
+
+
+def test_what_sessions_begin_with_alike_is_held_once():
+    sharing = Sharing()
+    # Ten requests of 40 blocks, of which 30 are a prompt that all of them begin with.
+    report = stats(num_blocks=1000, free_blocks=700, cached_blocks=170)
+    sharing.observe(4, report)
+    assert sharing.factor == 1
+    for _ in range(30):
+        sharing.observe(400, report)
+    assert sharing.factor == pytest.approx(130 / 400, rel=0.01)
+    # One report that says otherwise is enough to be careful again.
+    sharing.observe(400, stats(num_blocks=1000, free_blocks=600, cached_blocks=0))
+    assert sharing.factor == 1
 
 
 async def test_one_look_is_enough_while_there_is_room():

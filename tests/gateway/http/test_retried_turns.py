@@ -306,6 +306,24 @@ async def test_a_turn_that_says_too_much_is_not_attached_to_as_a_stream(tiny_mod
         assert "X-Turnkeep-Attached" not in retry.headers
 
 
+async def test_a_third_try_attaches_to_the_second_where_the_first_has_said_too_much(tiny_model):
+    async with run_gateway(tiny_model, turns=TurnsConfig(max_turn_bytes=1000)) as gateway:
+        go_on = asyncio.Event()
+        gateway.dispatcher.script = Script(TEXT, pause=(30, go_on))
+        first = Call(gateway, body(stream=True), named())
+        await until(lambda: gateway.dispatcher.generations and gateway.dispatcher.generations[0].taken >= 30)
+        gateway.dispatcher.script = Script(TEXT, pause=(1, go_on))
+        second = Call(gateway, body(stream=True), named())
+        await until(lambda: len(gateway.dispatcher.generations) == 2)
+        third = Call(gateway, body(stream=True), named())
+        await until(lambda: metric(gateway, "running") == 1 or len(gateway.dispatcher.generations) == 3)
+        go_on.set()
+        assert text_of(await first.task) == text_of(await second.task) == text_of(await third.task) == TEXT
+        assert len(gateway.dispatcher.generations) == 2
+        assert metric(gateway, "refused") == 1
+        assert third.headers["X-Turnkeep-Attached"] == f"running; request={second.headers['X-Request-ID']}"
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

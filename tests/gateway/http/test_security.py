@@ -1,6 +1,7 @@
 import asyncio
 import contextlib
 import hashlib
+import json
 import shutil
 import ssl
 import subprocess
@@ -278,6 +279,27 @@ async def test_headers_in_all_are_bounded_and_bodies_are_not_taken_for_headers()
                 async with http.post(server.url, data=bytes(500_000)) as response:
                     assert await response.json() == {"bytes": 500_000}
         await until(lambda: len(server.connections) == 0)
+
+
+@pytest.mark.parametrize(
+    ("header", "status", "code"),
+    [
+        (b"Session-ID: " + b"x" * 70_000, 431, "headers_too_large"),
+        (b"Session-ID: a\x01b", 400, "malformed_request"),
+        (b"no header at all", 400, "malformed_request"),
+    ],
+)
+async def test_what_is_no_http_gets_an_error_like_any_other(header, status, code):
+    async with served() as server:
+        reader, writer = await connected(server)
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\n" + header + b"\r\n\r\n")
+        head, _, answer = (await reader.read()).partition(b"\r\n\r\n")
+        assert head.split()[1] == b"%d" % status
+        assert b"Content-Type: application/json" in head
+        error = json.loads(answer)["error"]
+        assert (error["code"], error["type"]) == (code, "invalid_request_error")
+        assert len(error["message"]) < 300
+        writer.close()
 
 
 def certificate(path, name):

@@ -372,3 +372,24 @@ async def test_a_session_may_be_called_as_an_endpoint_is(gateway):
 async def test_a_request_that_names_no_session_says_how_to(gateway, method, path):
     answer = await get(gateway, "/v1/sessions" + path, method=method, status=400)
     assert answer["error"]["message"] == "id: name a session, as /v1/sessions/ID or with ?id=ID."
+
+
+async def test_a_worker_knows_a_session_without_a_name_by_the_name_that_the_gateway_gave_it(gateway):
+    """Else it would not know whom a hint about its return, or a pin, is about."""
+    async with gateway.post("/v1/chat/completions", {"model": "tiny", "messages": [user("hi")]}) as response:
+        name = response.headers["X-Turnkeep-Session"].split(";")[0]
+    assert name.startswith("auto-")
+    sent = gateway.dispatcher.requests[-1]
+    assert (sent["session"].key, sent["known_as"]) == (None, name)
+    assert [hint.session for _, hint in gateway.dispatcher.retained] == [name]
+    await gateway.chat(messages=[user("hi")], headers=S)
+    assert gateway.dispatcher.requests[-1]["known_as"] == "s1"
+
+
+@pytest.mark.parametrize("path", ["/s1?id=s2", "/fork?id=s2", "?id=s1&id=s2"])
+async def test_a_request_that_names_two_sessions_deletes_neither(gateway, path):
+    for name in ("s1", "s2"):
+        await gateway.chat(messages=[user("hi")], session_id=name)
+    answer = await get(gateway, "/v1/sessions" + path, method="DELETE", status=400)
+    assert answer["error"]["message"] == "id: name one session, in the path or with ?id=ID, not two."
+    assert [each["id"] for each in (await get(gateway, "/v1/sessions"))["data"]] == ["s1", "s2"]

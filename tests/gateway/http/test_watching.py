@@ -170,6 +170,22 @@ async def test_blocks_that_were_evicted_and_blocks_that_are_elsewhere(gateway):
     assert "path" not in evicted
 
 
+async def test_of_two_reasons_the_one_that_cost_more_is_told(gateway):
+    """The last message changed, which is little; and the turn went to a replica that has nothing of what is before it."""
+    agent = Agent(gateway)
+    await agent.say("one")
+    await agent.say("a")
+    left = gateway.dispatcher.prompt_tokens()
+    agent.messages[-2:] = [{"role": "user", "content": "a" * 40}, {"role": "assistant", "content": "I see. " * 3}]
+    cause, tokens = (await agent.say("more", cached=0, worker="replica-1")).split("; ")[:2]
+    assert cause == "other_replica"
+    assert left // 2 < int(tokens.removeprefix("tokens=")) <= left
+    (miss,) = (await agent.misses())["data"]
+    assert (miss["worker"], miss["previous_worker"], "tokens" in miss) == ("replica-1", "replica-0", False)
+    agent.messages[-2:] = [{"role": "user", "content": "b" * 40}, {"role": "assistant", "content": "Oh. " * 3}]
+    assert (await agent.say("more", worker="replica-1")).startswith("history_edited; path=messages[5]")
+
+
 async def test_names_of_workers_are_their_gateway_s_and_say_nothing_to_another(gateway):
     """Each of two gateways with replicas of its own has a replica-0; and one that both use may have two names."""
     agent = Agent(gateway)

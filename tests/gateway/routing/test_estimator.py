@@ -96,3 +96,14 @@ def test_no_report_breaks_it(reports):
         estimator.observe(Observation(new, context, decoding, seconds))
         assert all(math.isfinite(value) and value >= 0 for value in estimator.coefficients)
         assert math.isfinite(estimator.error)
+
+
+def test_a_token_is_never_free():
+    rng = random.Random(5)
+    estimator = PrefillEstimator()
+    for _ in range(300):
+        # Noise that has nothing to do with the prompt, on a machine that does too much.
+        estimator.observe(
+            Observation(rng.choice([16, 200, 900]), rng.choice([0, 400]), rng.randrange(8), rng.uniform(0.01, 1.0))
+        )
+    assert estimator.coefficients.token > 4e-5

@@ -156,6 +156,7 @@ async def test_a_turn_becomes_a_span_below_its_caller(collector):
         "turnkeep.route.reason": "prefix",
         "turnkeep.route.matched_tokens": 96,
         "turnkeep.route.candidates": 2,
+        "turnkeep.route.estimated_seconds": 0.0,
     }
     assert "secret" not in str(got)
     assert [event.name for event in got.events] == ["turnkeep.dispatched", "gen_ai.first_token"]

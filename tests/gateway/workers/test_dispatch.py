@@ -39,7 +39,7 @@ class Bench:
     def view(self, name):
         return next(view for view in self.dispatcher.workers() if view.name == name)
 
-    async def send(self, request_id="r", tokens=range(40), session="s", model="m", **kwargs):
+    async def send(self, request_id="r", tokens=range(40), session="s", model="m", known_as=None, **kwargs):
         prompt = Prompt(pack_tokens(tokens), tuple(block_digests(list(tokens), ROOT, 4)))
         return await self.dispatcher.dispatch(
             request_id=request_id,
@@ -49,6 +49,7 @@ class Bench:
             sampling=SamplingParams(**kwargs),
             priority=0,
             trace_headers={"traceparent": "tp"},
+            known_as=known_as,
         )
 
     def books_are_empty(self):
@@ -91,6 +92,15 @@ async def test_the_way_of_a_request(bench):
     assert (request.sampling.seed, request.session) == (3, "s")
     assert replica.headers[0]["traceparent"] == "tp"
     assert replica.aborted == []
+
+
+async def test_a_session_without_a_name_is_sent_as_the_gateway_calls_it(bench):
+    replica = await bench.add("a")
+    for number, (session, known_as) in enumerate([(None, "auto-1"), ("s", "s"), (None, None)]):
+        generation = await bench.send(f"r{number}", session=session, known_as=known_as)
+        await everything(generation)
+        await generation.aclose()
+    assert [request.session for request in replica.requests] == ["auto-1", "s", None]
 
 
 async def test_started_may_be_given_up_and_waited_for_again(bench):

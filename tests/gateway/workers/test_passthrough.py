@@ -303,6 +303,7 @@ def test_texts_that_grow_begin_alike():
     assert prompt_text(grown).startswith(prompt_text(short))
     assert digests(prompt_text(grown))[:7] == digests(prompt_text(short))[:7]
     assert prompt_text({"prompt": "abc"}) == b"abc"
+    assert len(digests(b"x" * 9 * 2**20)) == 4 * 2**20 // 256
     assert prompt_text({"messages": "nonsense", "prompt": None}) == b""
     assert (answer_limit({"max_tokens": 5, "n": 2}), answer_limit({"max_tokens": "x"}), answer_limit({})) == (10, None, None)
 

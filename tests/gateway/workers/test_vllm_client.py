@@ -341,6 +341,7 @@ def test_metrics():
         ("vllm=http://a:1,events", "'events' is no option"),
         ("vllm=http://a:1,events=http://a", "events takes tcp://"),
         ("vllm=http://a:1,replay=tcp://a:1", "replay without events"),
+        ("vllm=http://a:1,events=tcp://{host}:1", "hosts that are looked up"),
         ("http://a:1,events=tcp://a:1", "not for turnkeep"),
         ("vllm=http://a:1,key-env=NOPE", "NOPE"),
         ("vllm=http://a:1,concurrency=many", "whole number"),

@@ -33,7 +33,17 @@ SPECIAL = {
     "deepseek_v31": ("<｜User｜>", "<｜Assistant｜>"),
     "harmony": ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>", "<|call|>", "<|return|>"),
     "glm": ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
-    "glm47": ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+    # Here its tags are special tokens, so that formats of fields are tried with such, too.
+    "glm47": (
+        "<|user|>",
+        "<|observation|>",
+        "<tool_call>",
+        "</tool_call>",
+        "<arg_key>",
+        "</arg_key>",
+        "<arg_value>",
+        "</arg_value>",
+    ),
 }
 _DEEPSEEK = (
     "<｜tool▁calls▁begin｜>",
@@ -53,7 +63,7 @@ ADDED = {
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v31": _DEEPSEEK,
     "glm": (*_XML, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-    "glm47": (*_XML, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    "glm47": ("<think>", "</think>"),
 }
 """Added tokens that count as text, as in the published tokenizers."""
 ENDS = {"harmony": ("<|call|>", "<|return|>")}

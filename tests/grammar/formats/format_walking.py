@@ -20,14 +20,16 @@ class Walker:
         ids = list(start)
         assert all(matcher.accept(token) for token in ids)
         while len(ids) < most:
-            matcher.fill_bitmask(self._mask, 0)
-            allowed = np.nonzero(np.unpackbits(self._mask.numpy().view(np.uint8), bitorder="little")[: self._width])[0].tolist()
-            token = self._choose(allowed, random, min(0.95, 0.3 + len(ids) / 150))
+            token = self._choose(self.allowed(matcher), random, min(0.95, 0.3 + len(ids) / 150))
             assert matcher.accept(token)
             ids.append(token)
             if matcher.is_terminated():
                 return ids, True
         return ids, False
+
+    def allowed(self, matcher):
+        matcher.fill_bitmask(self._mask, 0)
+        return np.nonzero(np.unpackbits(self._mask.numpy().view(np.uint8), bitorder="little")[: self._width])[0].tolist()
 
     def _choose(self, allowed, random, hurry):
         for kind in (self._stops, self._closing, self._liked):

@@ -359,3 +359,24 @@ def test_call_ids_are_what_templates_take():
     assert mistral.history_id("call_1") == mistral.history_id("call_1") != mistral.history_id("call_2")
     assert len(mistral.history_id("call_1")) == 9
     assert format_named("hermes").history_id("call_1") == "call_1"
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_no_other_special_token_can_stand_in_text_or_arguments(settings_of, name):
+    setting = settings_of(name)
+    special = {token for token, added in setting.tokenizer.get_added_tokens_decoder().items() if added.special}
+    special -= set(setting.stops)
+    begins = {"harmony": {"<|channel|>"}}.get(name, {setting.format.section.begin})
+    markers = {setting.tokenizer.token_to_id(text) for text in begins if text}
+    header = "<|channel|>final<|message|>" if name == "harmony" else ""
+    for choice in (ToolChoice("auto"), ToolChoice("none")):
+        matcher = setting.matcher(choice)
+        assert special & set(setting.walker.allowed(matcher)) <= markers
+        assert all(matcher.accept(token) for token in setting.ids(header + "Text, "))
+        assert special & set(setting.walker.allowed(matcher)) <= (markers if choice.mode == "auto" else set())
+        assert not any(matcher.accept(token) for token in special - markers)
+    call = setting.format.render_calls("", [("get_weather", {"city": "Par"})])
+    matcher = setting.matcher(ToolChoice("required"))
+    assert all(matcher.accept(token) for token in setting.ids(setting.format.lead + call[: call.index("Par") + 3]))
+    ends_the_value = {setting.tokenizer.token_to_id("</arg_value>")}
+    assert special & set(setting.walker.allowed(matcher)) <= ends_the_value
