@@ -1,6 +1,7 @@
 """A model that is there is used as it is; one that can be had by its name is fetched; else a sentence says what to do."""
 
 import io
+import sys
 
 import pytest
 from rich.console import Console
@@ -52,6 +53,8 @@ def test_serve_and_engine_fetch(tmp_path, monkeypatch):
 
     monkeypatch.setattr(cli.model, "fetch", unreachable)
     monkeypatch.setattr("cli.serve.fetch", unreachable)
+    # The command ends the process at once while threads of others run; here that would be the process of all tests.
+    monkeypatch.setattr("os._exit", sys.exit)
     for arguments in (["serve", "--port", "0"], ["engine", "--port", "0"]):
         result = CliRunner().invoke(command, [*arguments, "--model", "owner/model", "--cache-dir", str(tmp_path)])
         assert result.exit_code == 1, result.output
