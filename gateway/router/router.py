@@ -25,6 +25,7 @@ from prefix_cache.index import Hits, Prediction, ResidencyIndex
 # what is resident by as many blocks as the predecessor generated; looking further back than this would not pay.
 _MAX_GENERATED_BLOCKS = 512
 
+_LEARNING = 64  # observations, after which the fleet's estimates change little by one more
 _STAY = 0.25  # of a prompt's prefill: for what a session is kept at its home when its KV is gone
 
 _FULL = 0.95  # of a worker's KV memory: from here on a new block costs an old one
@@ -173,6 +174,11 @@ class Router:
         now = self.now()
         self._fleet.observe(seen)
         standing.observed(seen, self._fleet.coefficients, now)
+        if self._fleet.observations <= _LEARNING:
+            # Who has not spoken yet must not be taken for as fast as was guessed before anybody had.
+            for each in self._standings.values():
+                each.refresh(self._fleet.coefficients, now)
+            return
         # What a worker said long ago, or never, gives way to what its peers say now: one worker's turn each time.
         names = self._to_refresh or list(self._standings)
         self._to_refresh = names
