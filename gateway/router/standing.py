@@ -41,6 +41,7 @@ class Standing:
         "_recent_at",
         "_recent_seconds",
         "_recent_tokens",
+        "_seen_until",
         "_speed",
         "_way",
         "_way_at",
@@ -89,6 +90,7 @@ class Standing:
         self._speed = Deviation(peers.speeds)
         self._own_error = self._alike_error = 0.0
         self._observed_at = now
+        self._seen_until = -math.inf
 
     # How fast it is
 
@@ -102,7 +104,7 @@ class Standing:
         """Seconds between here and there: what the first token took beyond what the worker says it did."""
         return self.peers.way.scaled(self.latency_factor)
 
-    def observed(self, seen: Observation, now: float) -> None:
+    def observed(self, seen: Observation, now: float, apart: bool) -> None:
         """It has reported how long a prompt took; its peers have heard of it."""
         age = self._age(self._observed_at, now)
         if seen.seconds > 0:
@@ -112,11 +114,20 @@ class Standing:
             gain = max(1.0 / (self._weight + 1.0), _ERROR_GAIN)
             self._alike_error += gain * (error - self._alike_error)
             self._own_error += gain * (own - self._own_error)
-            self._speed.add(seen.seconds, alike, age)
+            if apart:
+                self._speed.add(seen.seconds, alike, age)
         self._weight = min(self._weight * age + 1.0, _MAX_WEIGHT)
         self._observed_at = now
         self.estimator.observe(seen)
         self.refresh(now)
+
+    def apart(self, began: float, ended: float) -> bool:
+        """Whether what was seen between these times says anything that was not seen already: fifty requests that wait together
+        for a busy machine are one witness of it, not fifty."""
+        if began < self._seen_until:
+            return False
+        self._seen_until = ended
+        return True
 
     def refresh(self, now: float) -> None:
         """Its estimates: those of its peers, for a machine as much slower or faster as it surely is, and its own, the more it

@@ -52,7 +52,7 @@ def _steps(messages: list[dict[str, Any]]) -> list[Step]:
     return steps
 
 
-def play(url: str, name: str, steps: list[Step], tools: list[Any], turns: int, reuse: Reuse, most: int) -> None:
+def play(url: str, name: str, steps: list[Step], tools: list[Any], turns: int, reuse: Reuse, most: int, longest: int) -> None:
     with httpx2.Client(base_url=url, timeout=600) as web:
 
         def post(body: dict[str, Any]) -> Any:
@@ -61,7 +61,7 @@ def play(url: str, name: str, steps: list[Step], tools: list[Any], turns: int, r
                 raise RuntimeError(reply.text)
             return reply.json()
 
-        agent = FreeAgent(post, reuse, temperature=1.2, seed=hash(name) % 1000, max_tokens=48)
+        agent = FreeAgent(post, reuse, temperature=1.2, seed=hash(name) % 1000, max_tokens=longest)
         calls: list[dict[str, Any]] = []
         for new, called in steps[:turns]:
             said = []
@@ -88,7 +88,7 @@ def play(url: str, name: str, steps: list[Step], tools: list[Any], turns: int, r
             calls = answer.get("tool_calls") or []
 
 
-def measure(traces: Path, sessions: int, turns: int) -> dict[str, dict[str, Reuse]]:
+def measure(traces: Path, sessions: int, turns: int, longest: int) -> dict[str, dict[str, Reuse]]:
     sources = {"tau_bench": tau_bench, "openhands": openhands}
     result: dict[str, dict[str, Reuse]] = {name: {} for name in sources}
     for ledger in (True, False):
@@ -97,7 +97,7 @@ def measure(traces: Path, sessions: int, turns: int) -> dict[str, dict[str, Reus
             for source, read in sources.items():
                 reuse = result[source]["ledger" if ledger else "no ledger"] = Reuse()
                 for number, (steps, tools) in enumerate(read(traces / source, sessions)):
-                    play(served.url, f"{source}-{number}", steps, tools[:8], turns, reuse, 1500)
+                    play(served.url, f"{source}-{number}", steps, tools[:8], turns, reuse, 1500, longest)
                     print(f"{source} {number}, ledger {ledger}: {reuse.kept}/{reuse.blocks} blocks", file=sys.stderr)
     return result
 
@@ -107,9 +107,10 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, required=True, help="the folder with tau_bench and openhands")
     parser.add_argument("--sessions", type=int, default=4)
     parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--max-tokens", type=int, default=256, help="of an answer; a call that this cuts is not spliced")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     arguments = parser.parse_args()
-    result = measure(arguments.traces, arguments.sessions, arguments.turns)
+    result = measure(arguments.traces, arguments.sessions, arguments.turns, arguments.max_tokens)
     rows = [
         {
             "trace": source,

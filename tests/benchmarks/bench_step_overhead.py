@@ -106,7 +106,9 @@ class Stub:
 class Harness:
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
-        config = EngineConfig(model=obtain(DEFAULT_MODEL, default_cache_dir()), num_blocks=4096, max_num_seqs=64)
+        config = EngineConfig(
+            model=obtain(DEFAULT_MODEL, default_cache_dir()), num_blocks=4096, max_num_seqs=64, max_draft_tokens=0
+        )
         self.engine = load_engine(config)
         inner = self.engine._runner._forward
         if options.forward == "stub":

@@ -84,11 +84,11 @@ def tokens_of(choice):
 
 async def ask(session, url, body, headers=None, on_event=lambda answer: None, pace=0.0):
     """Streams one chat completion to its end. Whatever breaks the rules of a stream fails the test. As SDKs do, it tries again
-    when it is turned away for now (503 with Retry-After, before the first byte). `pace`: seconds it takes over each line."""
+    when it is turned away (502 or 503 with Retry-After, before the first byte). `pace`: seconds it takes for a line."""
     for turned_away in range(TRIES):
         answer, retry_after = await _ask_once(session, url, body, headers, on_event, pace)
         answer.turned_away = turned_away
-        if answer.status != 503 or retry_after is None:
+        if answer.status not in (502, 503) or retry_after is None:
             break
         await asyncio.sleep(float(retry_after))
     return answer

@@ -20,7 +20,8 @@ def model(tiny_checkpoint):
 
 @pytest.fixture
 def own(model, model_cache_dir):
-    config = EngineConfig(model=model, dtype="float32", num_blocks=64, prefix_caching=False, max_num_batched_tokens=64)
+    settings = {"num_blocks": 64, "prefix_caching": False, "max_num_batched_tokens": 64, "max_draft_tokens": 0}
+    config = EngineConfig(model=model, dtype="float32", **settings)
     side = OwnSide(load_engine(config, cache_dir=model_cache_dir))
     yield side
     side.close()

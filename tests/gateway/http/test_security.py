@@ -218,12 +218,26 @@ async def test_idle_connections_make_way_for_new_ones():
             writer.close()
 
 
+async def test_clients_who_were_served_keep_their_connections_before_those_who_said_nothing():
+    async with served(max_connections=4) as server:
+        served_one, writer = await connected(server)
+        request = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
+        writer.write(request)
+        assert b'{"bytes": 0}' in await served_one.readuntil(b"}")
+        silent = [await connected(server) for _ in range(20)]
+        await until(lambda: server.connections.evicted == 17)
+        writer.write(request)
+        assert b'{"bytes": 0}' in await served_one.readuntil(b"}")
+        for _, other in (*silent, (served_one, writer)):
+            other.close()
+
+
 async def test_connections_in_use_are_never_closed_for_new_ones():
     async with served(max_connections=2) as server:
         busy = [await connected(server) for _ in range(2)]
         for _, writer in busy:
             writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nab")
-        await until(lambda: not server.connections._idle)
+        await until(lambda: not server.connections._silent)
         reader, writer = await connected(server)
         answer = await reader.read()
         assert answer.startswith(b"HTTP/1.1 503 ")

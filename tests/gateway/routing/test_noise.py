@@ -130,3 +130,34 @@ def test_the_way_follows_the_middle_and_not_the_outliers():
         way.add(seconds)
     assert 0.01 < way.seconds < 0.05
     assert way.scaled(1.0) == pytest.approx(way.seconds)
+
+
+def test_many_requests_in_one_busy_moment_are_one_witness():
+    """Fifty agents at once: those that were sent to `a` found the machine busy, and come back for their next turn."""
+    cluster = Noisy("ab", 1, 1e-8, 0.0)
+    histories = {f"s{number}": [1000 * number + n for n in range(640)] for number in range(50)}
+
+    def wave(delays):
+        routes = []
+        for session, history in histories.items():
+            digests = block_digests(history, ROOT, BLOCK)
+            ref = SessionRef("t", session)
+            routes.append(
+                cluster.router.route(
+                    digests=digests, prompt_tokens=len(history), block_size=BLOCK, session=ref, loads=cluster.loads
+                )
+            )
+        began = cluster.now
+        for route in routes:
+            cached = route.receipt.matched_tokens
+            route.started(cached, queue_seconds=0.0)
+            cluster.now = began + delays[route.receipt.worker]
+            route.computed(cached)
+            route.finished(prefill_seconds=0.0001, decode_seconds=0.01)
+        cluster.now = began + 1.0
+        return [route.receipt.worker for route in routes]
+
+    first = wave({"a": 0.06, "b": 0.02})
+    assert set(first) == {"a", "b"}
+    assert wave({"a": 0.03, "b": 0.03}) == first
+    assert wave({"a": 0.02, "b": 0.05}) == first

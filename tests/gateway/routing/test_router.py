@@ -574,3 +574,17 @@ def test_prompts_that_are_computed_together_teach_what_a_token_costs():
     k = cluster.router.standings()["a"].coefficients
     assert k.token == pytest.approx(0.001, rel=0.25)
     assert k.fixed < 0.25
+
+
+def test_the_first_report_of_one_worker_counts_for_all():
+    cluster = Cluster("abc", spread=0)
+    routes = {name: cluster.route(tokens(500, ord(name)), name, exclude=set("abc") - {name}) for name in "abc"}
+    routes["a"].started(0, queue_seconds=0.0)
+    routes["a"].computed(0)
+    routes["a"].finished(prefill_seconds=3.0)
+    estimates = {name: standing.coefficients.work(500, 0) for name, standing in cluster.router.standings().items()}
+    assert estimates["b"] == estimates["c"] == pytest.approx(estimates["a"], rel=0.1)
+    assert estimates["a"] > 0.5
+    # So a session that is about to go on has no reason to leave for a worker that has not spoken.
+    cluster.store("a", tokens(500, ord("a")))
+    assert cluster.route(tokens(500, ord("a")) + tokens(50, 1), "a").receipt.worker == "a"
