@@ -35,6 +35,7 @@ _NOISE = 0.2  # of an observation, as a share of it
 _FLOOR = 1e-3  # seconds below which errors do not count relatively any more
 _HUBER = 2.0
 _SCALE_GAIN = 0.05
+_SOLVED_AT_ONCE = 32
 _MIN_SCALE, _MAX_SCALE = 1e-4, 1e5
 Vector = npt.NDArray[np.float64]
 # A token is never free: where noise hides what it costs, a prefix must still be worth something.
@@ -137,7 +138,9 @@ class PrefillEstimator:
         self._noise += gain * (min(error, 2 * usual) - self._noise)
         self._moments = self._forget * self._moments + weight * np.outer(row, row)
         self._targets = self._forget * self._targets + weight * seconds * row
-        self.coefficients = Coefficients(*(float(value) for value in self._solve() / _UNITS))
+        # Solving costs more than all the rest; once a few dozen observations stand behind them, four more move little.
+        if self._seen <= _SOLVED_AT_ONCE or self._seen % 4 == 0:
+            self.coefficients = Coefficients(*(float(value) for value in self._solve() / _UNITS))
 
     def _rescale(self, expected: float, seconds: float) -> None:
         shift = math.log(max(seconds, 1e-6) / max(expected * self._scale, 1e-9))
