@@ -123,6 +123,18 @@ class ApiKeys:
                 "start the gateway with an admin key (`turnkeep keys new --admin`).",
             )
 
+    def require_name(self, request: web.Request) -> None:
+        """Returns when a key may say whose things a request asks for: the port for administration asks for none. Raises
+        TurnError 400."""
+        if self.required and request.app.get(ADMINISTRATION, False) and presented_key(request.headers) is None:
+            raise TurnError(
+                400,
+                "missing_tenant",
+                "This port asks for no key that would say whose these are. Name a tenant with ?tenant=ID; /v1/routes takes "
+                "?tenant=* for all.",
+                param="tenant",
+            )
+
     async def follow(self, _app: web.Application) -> AsyncIterator[None]:
         """For `Application.cleanup_ctx`: takes over changes of the key file while the application runs."""
         watching = asyncio.create_task(self._watch()) if self._file is not None else None

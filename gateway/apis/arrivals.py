@@ -51,6 +51,7 @@ class Arrivals:
         """The tenant whose sessions a request is about: the caller's, or, for administrators, the one in `?tenant=ID`."""
         named = request.query.get("tenant")
         if named is None:
+            self._keys.require_name(request)
             return self.tenant(request)
         self.require_admin(request)
         return named

@@ -7,7 +7,7 @@ import hmac
 import logging
 import time
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 import orjson
@@ -31,7 +31,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     name: _Name
     url: Annotated[str, msgspec.Meta(max_length=1024)]
-    kind: Literal["turnkeep", "vllm", "sglang", "openai"] = "turnkeep"
+    kind: str = "turnkeep"
     events: str | None = None
     replay: str | None = None
     topic: str = ""
@@ -59,7 +59,8 @@ class Registry:
         try:
             spec = WorkerSpec(**fields)
         except ValueError as error:
-            raise TurnError(400, "invalid_request", f"{error}.", param="url") from error
+            field = "url" if registration.kind in KINDS else "kind"
+            raise TurnError(400, "invalid_request", f"{error}.", param=field) from error
         known = self._leases.get(name)
         if known is None and len(self._leases) >= self._max_workers:
             raise TurnError(

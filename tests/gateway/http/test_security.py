@@ -158,8 +158,15 @@ async def test_a_port_for_administration_asks_for_no_key(tiny_model):
             for path in ("/metrics", "/workers", f"/v1/sessions?tenant={tenant_of('user')}", "/health", "/ready"):
                 async with http.get(server.url + path) as response:
                     assert response.status == 200, path
-            async with http.get(server.url + "/v1/sessions") as response:
-                assert response.status == 401
+            for path in ("/v1/sessions", "/v1/sessions/s", "/v1/routes"):
+                # Whose? No key says it here; that one is missing would be the wrong hint.
+                async with http.get(server.url + path) as response:
+                    assert response.status == 400, path
+                    error = (await response.json())["error"]
+                assert (error["code"], error["param"]) == ("missing_tenant", "tenant")
+                assert "?tenant=ID" in error["message"]
+            async with http.get(server.url + "/v1/sessions", headers=bearer("user")) as response:
+                assert response.status == 200
             async with http.post(server.url + "/v1/chat/completions", json={"messages": USER}) as response:
                 assert response.status == 404
 
