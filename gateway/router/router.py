@@ -87,8 +87,9 @@ class Router:
         matches, lower = index.lookup_tiers(digests)
         named = (session.tenant, session.key) if session.key is not None else None
         home = self._home(named, session.tenant, digests, matches, now)
-        if home is None and last_instance:
-            home = next((load.name for load in loads if load.instance == last_instance), None)
+        if last_instance and (home is None or self.config.agree):
+            # What this gateway remembers may be older than what another one has done since.
+            home = next((load.name for load in loads if load.instance == last_instance), home)
         candidates = self._candidates(loads, matches, lower, prompt_tokens, block_size, home, now)
         agreed = self._agreed(named, session.tenant, digests, loads) if self.config.agree and home is None else None
         request = RouteRequest(prompt_tokens, named, home, agreed)

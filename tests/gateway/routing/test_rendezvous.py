@@ -75,9 +75,15 @@ def test_gateways_that_share_nothing_send_new_sessions_to_the_same_workers():
 
 def test_a_session_that_another_gateway_served_goes_home():
     router = Router(RouterConfig(), ResidencyIndex(), lambda: 0.0)
+    shared = Router(RouterConfig(agree=True), ResidencyIndex(), lambda: 0.0)
     loads = loads_of("w", [0, 1, 2, 3])
     for number in range(8):
         receipt = place(router, f"s{number}", loads, last_instance="i2")
         assert (receipt.instance, receipt.reason) == ("i2", "home")
+        # Another gateway has moved it: that is its home now, whatever this one remembers.
+        receipt = place(shared, f"s{number}", loads, last_instance="i2")
+        receipt = place(shared, f"s{number}", loads, last_instance="i3")
+        assert (receipt.instance, receipt.reason) == ("i3", "home")
+        assert place(shared, f"s{number}", loads, last_instance="i9").instance == "i3"
     # An instance that is gone is no home.
     assert place(router, "other", loads, last_instance="i9").instance in {"i0", "i1", "i2", "i3"}
