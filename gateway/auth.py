@@ -25,6 +25,7 @@ MAX_KEY_BYTES = 4096
 ADMINISTRATION = web.AppKey("administration", bool)
 """True in the application that is served on the port for administration."""
 
+_MISSED_LOOKS = 3  # a file that is being replaced may be away for a moment
 _LOOK_EVERY = 1.0
 
 
@@ -153,6 +154,8 @@ class ApiKeys:
                     log.error("%s; the keys that were read before stay in force", error)
                 else:
                     log.info("the API key file was read again: %d keys", len(self._entries))
+            elif self._file.missed == _MISSED_LOOKS:
+                log.error("the API key file %s is gone; the keys that were read before stay in force", self._file.path)
 
     def _load(self) -> None:
         entries: Iterable[KeyEntry] = self._fixed

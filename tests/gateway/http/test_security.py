@@ -57,7 +57,8 @@ def test_limits_of_a_key_go_before_those_of_the_gateway():
     assert limits == [(60, 1000), (0, 1000), (60, 7)]
 
 
-async def test_a_key_file_that_changes_is_taken_over_and_a_broken_one_is_not(tiny_model, tmp_path, caplog):
+async def test_a_key_file_that_changes_is_taken_over_and_a_broken_one_is_not(tiny_model, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("gateway.auth._LOOK_EVERY", 0.05)
     path = tmp_path / "keys"
     path.write_text("one\n")
     async with run_gateway(tiny_model, auth={"key_file": path}) as gateway:
@@ -78,6 +79,7 @@ async def test_a_key_file_that_changes_is_taken_over_and_a_broken_one_is_not(tin
         await until(lambda: "stay in force" in caplog.text)
         assert "secret-word" not in caplog.text
         path.unlink()
+        await until(lambda: "is gone" in caplog.text)
         assert await status("two") == 200
 
 
