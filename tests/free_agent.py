@@ -9,7 +9,9 @@ BLOCK = 16
 
 @dataclass
 class Reuse:
-    """Whole blocks of history (prompts and answers before), and how many of them the next prompt began with."""
+    """Whole blocks of history (prompts and answers before), and how many of them the next prompt began with. `cut`: turns after
+    an answer that max_tokens ended within a call. Its ids would leave the call open, so it comes back as the template writes
+    it; those turns are counted here and nowhere else."""
 
     turns: int = 0
     blocks: int = 0
@@ -17,6 +19,7 @@ class Reuse:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     lost: list = field(default_factory=list)
+    cut: int = 0
 
     @property
     def share(self):
@@ -32,13 +35,16 @@ class FreeAgent:
         self.reuse = reuse
         self.messages = []
         self.history = None
+        self.cut = False
 
     def turn(self, *messages, **settings):
         """Sends these new messages; what is generated joins the conversation. Returns the answer's message."""
         self.messages += messages
         answer = self._post({"messages": self.messages, "return_token_ids": True, **self._settings, **settings})
         prompt = answer["prompt_token_ids"]
-        if self.history is not None:
+        if self.cut:
+            self.reuse.cut += 1
+        elif self.history is not None:
             # The last token's KV is computed only when another follows, so the block it ends is not counted on.
             whole = (len(self.history) - 1) // BLOCK
             same = 0
@@ -52,6 +58,7 @@ class FreeAgent:
             if same < whole:
                 self.reuse.lost.append((len(self.messages), whole - same))
         choice = answer["choices"][0]
+        self.cut = choice["finish_reason"] == "length" and bool(choice["message"].get("tool_calls"))
         self.history = [*prompt, *choice["token_ids"]]
         self.messages.append(_as_clients_do(choice["message"]))
         return self.messages[-1]

@@ -121,6 +121,7 @@ def main() -> None:
             "reused_share": round(reuse.share, 4),
             "cached_share": round(reuse.cached_tokens / max(reuse.prompt_tokens, 1), 4),
             "turns_with_losses": len(reuse.lost),
+            "turns_after_a_cut_call": reuse.cut,
         }
         for source, sides in result.items()
         for how, reuse in sides.items()
@@ -132,7 +133,8 @@ def main() -> None:
         print(
             f"{row['trace']:>10}, {'with ledger' if row['ledger'] else 'ledger off':>11}: {row['turns']} turns, "
             f"{row['reused_share']:.2%} of {row['history_blocks']} whole blocks of history reused, "
-            f"{row['cached_share']:.2%} of prompt tokens cached, {row['turns_with_losses']} turns lost some"
+            f"{row['cached_share']:.2%} of prompt tokens cached, {row['turns_with_losses']} turns lost some; "
+            f"{row['turns_after_a_cut_call']} more followed a call that max_tokens cut, and are not counted"
         )
 
 

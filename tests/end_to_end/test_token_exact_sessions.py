@@ -51,7 +51,7 @@ def test_all_whole_blocks_of_the_history_are_reused(web, smollm2_dir, named):
         )
         for call in message.get("tool_calls", ()):
             agent.turn({"role": "tool", "tool_call_id": call["id"], "content": "It is there."}, tools=TOOLS, tool_choice="none")
-    assert reuse.turns >= 3
+    assert reuse.turns + reuse.cut >= 3
     # Turns with tools begin anew once: the tools are written before everything else.
     losses = [at for at, _ in reuse.lost]
     assert len(losses) <= 1, reuse.lost
