@@ -24,7 +24,9 @@ def found_workers(options: DiscoveryOptions) -> tuple[tuple[WorkerSpec, ...], tu
         path = Path(options.workers_file)
         try:
             read_workers(path, options.environment)
-        except (WorkersFileError, OSError) as error:
+        except OSError as error:
+            raise ConfigError(f"--workers-file: {path} cannot be read: {error.strerror}") from error
+        except WorkersFileError as error:
             raise ConfigError(f"--workers-file: {error}") from error
         sources.append(FileSource(path.absolute(), options.environment))
     return workers, tuple(sources)

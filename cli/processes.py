@@ -100,7 +100,7 @@ async def open_processes(
         directory = RuntimeDir()
         stack.callback(directory.close)
         port = _reserve(stack, http.host, http.port)
-        admin_port = None if auth.admin_port is None else _reserve(stack, auth.admin_host, auth.admin_port)
+        admin_port = None if auth.admin_port is None else _reserve(stack, auth.admin_host, auth.admin_port, "--admin-")
         redis = await _redis(stack, plan, directory)
         peers = Peers(directory.path)
         workers = _Workers(peers)
@@ -215,7 +215,7 @@ async def _redis(stack: AsyncExitStack, plan: ServePlan, directory: RuntimeDir) 
     return private.config
 
 
-def _reserve(stack: AsyncExitStack, host: str, port: int) -> int:
+def _reserve(stack: AsyncExitStack, host: str, port: int, options: str = "--") -> int:
     """Takes a port for processes that share it, and for nobody else. Raises ListenError."""
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -233,7 +233,7 @@ def _reserve(stack: AsyncExitStack, host: str, port: int) -> int:
             held.bind((address[0], port, *address[2:]))
             port = held.getsockname()[1]
     except (OSError, OverflowError) as error:
-        raise ListenError(why_not(host, port, error)) from error
+        raise ListenError(why_not(host, port, error, options)) from error
     return port
 
 

@@ -254,7 +254,9 @@ def plan_from(options: Mapping[str, Any], engine_table: Mapping[str, Any]) -> Se
     elsewhere = bool(workers or sources or token)
     replicas = options["replicas"] if options["replicas"] is not None else (0 if elsewhere else 1)
     if replicas == 0 and not elsewhere:
-        raise ConfigError("Nothing would generate: give --replicas or --worker.")
+        raise ConfigError(
+            "Nothing would generate: give --replicas, or say where workers are: --worker, --workers-file, --registration-token."
+        )
     kinds = {spec.kind for spec in workers}.union(*(source.kinds for source in sources))
     opaque_only = replicas == 0 and token is None and kinds == {"openai"}
     auth = AuthConfig(

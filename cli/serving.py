@@ -235,7 +235,7 @@ async def open_gateway(
         admin = None
         if auth.admin_port is not None:
             at = dataclasses.replace(plan.gateway.http, host=auth.admin_host, port=auth.admin_port)
-            admin = HttpServer(apps.administration, at, tls=False, reuse_port=shared_port)
+            admin = HttpServer(apps.administration, at, tls=False, reuse_port=shared_port, options="--admin-")
         # Replicas outlive the server, whose last streams they finish.
         async with AsyncExitStack() as replicas:
             async with server:

@@ -66,10 +66,14 @@ class HttpServer:
 
     A handler whose client leaves is cancelled at once; that is what aborts its generation. `reuse_port`: other processes
     serve the same port. `tls` False: plain HTTP, whatever the settings say. `connections` knows how many there are.
+    `options`: how the names of the options begin that set its address.
     """
 
-    def __init__(self, app: web.Application, config: HttpConfig, *, reuse_port: bool = False, tls: bool = True) -> None:
+    def __init__(
+        self, app: web.Application, config: HttpConfig, *, reuse_port: bool = False, tls: bool = True, options: str = "--"
+    ) -> None:
         self._config = config
+        self._options = options
         self._reuse_port = reuse_port
         self._certificate: Certificate | None = None
         if tls and config.tls_cert is not None and config.tls_key is not None:
@@ -104,7 +108,7 @@ class HttpServer:
             await site.start()
         except (OSError, OverflowError) as error:
             await self._runner.cleanup()
-            raise ListenError(why_not(self._config.host, self._config.port, error)) from error
+            raise ListenError(why_not(self._config.host, self._config.port, error, self._options)) from error
         for address in self._runner.addresses:
             if isinstance(address, tuple):
                 self._port = address[1]
@@ -145,13 +149,14 @@ class HttpServer:
         return listening
 
 
-def why_not(host: str, port: int, error: OSError | OverflowError) -> str:
-    """A sentence for an address that cannot be listened on, with the remedy."""
+def why_not(host: str, port: int, error: OSError | OverflowError, options: str = "--") -> str:
+    """A sentence for an address that cannot be listened on, with the remedy. `options`: how the names of those begin that set
+    it."""
     number = getattr(error, "errno", None)
     if number == errno.EADDRINUSE:
-        return f"Port {port} on {host} is in use. Choose another with --port (0 takes a free one)."
+        return f"Port {port} on {host} is in use. Choose another with {options}port (0 takes a free one)."
     if number == errno.EACCES:
-        return f"Port {port} needs privileges that this process does not have. Choose one above 1023 with --port."
+        return f"Port {port} needs privileges that this process does not have. Choose one above 1023 with {options}port."
     if isinstance(error, socket.gaierror) or number == errno.EADDRNOTAVAIL:
-        return f"{host!r} is no address of this machine. Choose another with --host (0.0.0.0 for all of them)."
+        return f"{host!r} is no address of this machine. Choose another with {options}host (0.0.0.0 for all of them)."
     return f"Cannot listen on {host}:{port}: {error}."

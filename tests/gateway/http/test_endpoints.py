@@ -139,6 +139,9 @@ async def test_a_port_in_use_is_a_sentence(tiny_model):
         with pytest.raises(ListenError, match=f"Port {first.port} on 127.0.0.1 is in use"):
             async with HttpServer(web.Application(), HttpConfig(port=first.port)):
                 pass
+        with pytest.raises(ListenError, match="Choose another with --admin-port"):
+            async with HttpServer(web.Application(), HttpConfig(port=first.port), options="--admin-"):
+                pass
     with pytest.raises(ListenError, match="no address of this machine"):
         async with HttpServer(web.Application(), HttpConfig(host="192.0.2.1", port=0)):
             pass
