@@ -105,6 +105,9 @@ def test_a_block_overwritten_while_it_is_copied_is_not_sent(remote):
 def test_a_server_that_dies_takes_the_tier_along_and_brings_it_back(remote, server):
     now = [0.0]
     store = remote()
+    # What looks after its blocks every few seconds might notice first that the server is gone.
+    store._stop.set()
+    store._thread.join()
     guarded = GuardedTier(store, TransferCost(0.01), clock=lambda: now[0])
     assert guarded.store([outgoing(1, BLOCK)]) == [digest_of(1)]
     server.kill()
