@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TypeVar
 
@@ -38,7 +39,7 @@ class ModelCards(msgspec.Struct):
 MODEL_CARDS = msgspec.json.Decoder(ModelCards)
 
 
-class ForeignClient:
+class ForeignClient(ABC):
     """A `Worker` but for `info`, `stats` and `generate`. `what` names its kind in errors."""
 
     what = "such a server"
@@ -57,14 +58,14 @@ class ForeignClient:
     def url(self) -> str:
         return self._spec.url
 
-    async def info(self) -> WorkerInfo:
-        raise NotImplementedError
+    @abstractmethod
+    async def info(self) -> WorkerInfo: ...
 
-    async def stats(self) -> WorkerStats:
-        raise NotImplementedError
+    @abstractmethod
+    async def stats(self) -> WorkerStats: ...
 
-    async def generate(self, request: GenerateRequest, headers: Mapping[str, str]) -> ChunkStream:
-        raise NotImplementedError
+    @abstractmethod
+    async def generate(self, request: GenerateRequest, headers: Mapping[str, str]) -> ChunkStream: ...
 
     async def healthy(self) -> str | None:
         async with self._http.call("GET", "/health") as response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from grammar.tools import ResponseFormat, Tool, ToolChoice
 Calls = Callable[[Sequence[Tool], int | None], tags.Tag]
 
 
-class CallFormat:
+class CallFormat(ABC):
     """The base of the formats; see `grammar.formats.base.ToolFormat` for the contract.
 
     `special_tokens`: the special tokens that the model's tokenizer has. Markers among them are tokens in the grammar, the
@@ -53,17 +54,19 @@ class CallFormat:
 
     # What a format says of itself.
 
-    def system_prompt(self, tools: Sequence[Tool]) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def system_prompt(self, tools: Sequence[Tool]) -> str: ...
 
-    def render_call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def render_call(self, name: str, arguments: Mapping[str, Any]) -> str: ...
 
-    def render_calls(self, content: str, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def render_calls(self, content: str, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str: ...
 
-    def render_result(self, content: str, *, name: str | None = None, call_id: str | None = None) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def render_result(self, content: str, *, name: str | None = None, call_id: str | None = None) -> str: ...
+
+    # What the grammar below asks of a format; one that writes its own grammar and parser (harmony) needs none of it.
 
     def calls(self, schemas: tags.Schemas, tools: Sequence[Tool], most: int | None) -> tags.Tag:
         """One to `most` calls (None: any number), without the section's begin."""

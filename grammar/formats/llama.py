@@ -36,10 +36,6 @@ You have access to the following functions. If you decide to call functions, res
 class _AtTheBeginning(CallFormat):
     exempt_regions = ()
 
-    def render_calls(self, content: str, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-        """Text beside a call has no place in an answer of this format; in a history it stands before."""
-        raise NotImplementedError
-
     def render_result(self, content: str, *, name: str | None = None, call_id: str | None = None) -> str:
         return content
 
