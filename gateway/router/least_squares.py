@@ -44,8 +44,8 @@ class FadingMoments:
             self._renormalise()
 
     def solve(self, prior: Sequence[float], strength: Sequence[float], least: Sequence[float]) -> list[float]:
-        """The coefficients above `least` that fit best what was observed and the prior, which counts with `strength`: what would
-        lie below is held there, one after another."""
+        """The coefficients above `least` that fit best what was observed and the prior, which counts with `strength`: what
+        would lie below is held there, one after another."""
         found = list(prior)
         free = [number for number in range(self._size) if self._moments[number][number] > 0.0]
         if not free:
