@@ -21,6 +21,7 @@ class Server:
 
     def __init__(self, *answers):
         self.answers, self.requests, self.connections, self.lost = list(answers), [], 0, asyncio.Event()
+        self.asked = asyncio.Event()
 
     async def __aenter__(self):
         self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -45,6 +46,7 @@ class Server:
                 head = await reader.readuntil(b"\r\n\r\n")
                 length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
                 self.requests.append(head + await reader.readexactly(length))
+                self.asked.set()
                 answer = self.answers.pop(0)
                 if callable(answer):
                     await answer(writer)
@@ -206,8 +208,7 @@ async def test_too_late_leaves_nothing_behind():
 async def test_a_cancelled_request_drops_its_connection():
     async with Server(lambda writer: asyncio.Event().wait()) as server:
         task = asyncio.create_task(server.post())
-        while not server.requests:
-            await asyncio.sleep(0.01)
+        await asyncio.wait_for(server.asked.wait(), 5)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
