@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from gateway.histories.cutting import Cutter
 from gateway.histories.pieces import PieceRenderer
@@ -17,8 +16,7 @@ _SENTINEL = "zq7generated"
 _ALIKE = 12
 
 
-@dataclass(frozen=True, slots=True)
-class Returned:
+class Returned(NamedTuple):
     """An answer that came back. `message`: as it is rendered, with the reasoning put back that its client dropped. `reasoning`:
     the text of the thinking region that the template must keep, "" for none."""
 
@@ -27,8 +25,7 @@ class Returned:
     reasoning: str
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """Where the generated ids go: the answer's span is `text[:end]`, and what follows them in it is `text[after:end]`."""
 
     after: int
