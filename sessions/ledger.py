@@ -157,8 +157,8 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         known = kept // self.block_size
         parent = self.blocks[(known - 1) * BLOCK_BYTES : known * BLOCK_BYTES] if known else self.root
         fresh = tokens[known * self.block_size * TOKEN_BYTES :]
-        blocks = (memoryview(self.blocks)[: known * BLOCK_BYTES], *iter_block_digests(fresh, parent, self.block_size))
-        return tokens, b"".join(blocks)
+        shared = memoryview(self.blocks)[: known * BLOCK_BYTES]
+        return tokens, b"".join([shared, *iter_block_digests(fresh, parent, self.block_size)])
 
     def cut(self, spans: int) -> Ledger:
         """The ledger of the first `spans` spans: what a branch shares."""
