@@ -19,10 +19,12 @@ import msgspec
 from gateway.histories.cutting import Cutter
 from gateway.histories.growth import Growth
 from gateway.histories.matching import Match, TurnText, best_match
-from gateway.histories.pieces import PieceRenderer
+from gateway.histories.pieces import Before, PieceRenderer
+from gateway.histories.skeleton import STAND_IN
 from gateway.histories.splicing import Frame, Returned, find_returned, frame_of, generated_text, reasoning_of
 from gateway.histories.stability import Stability, TurnKind
 from gateway.models import ServedModel
+from gateway.outlines.outline import Outlines
 from gateway.rendering import tool_dict
 from gateway.turn import Turn
 from prefix_cache.hashing import TOKEN_BYTES, pack_tokens, unpack_tokens
@@ -68,14 +70,16 @@ class HistoryBuilder:
         self._tail_turns = itertools.count(1)
         self.cutter = Cutter(model.tokenizer)
         self.stability = Stability(model.renderer)
+        self.outlines = Outlines(model.renderer, STAND_IN)
         self._stability_wanted = self.cutter.refusal is None
 
     def describe(self, turn: Turn) -> TurnText:
         """What `turn` is compared by."""
         kwargs = context_digest(dict(turn.template_kwargs))
         tools = [tool_dict(tool) for tool in turn.tools]
-        context = context_digest(self._model.name, kwargs.hex(), tools, self._model.renderer.volatile())
-        return TurnText(message_digests(turn.messages), context, kwargs)
+        volatile = self._model.renderer.volatile()
+        context = context_digest(self._model.name, kwargs.hex(), tools, volatile)
+        return TurnText(message_digests(turn.messages), context, kwargs, tuple(volatile))
 
     def match(
         self, text: TurnText, branches: Sequence[Ledger], root: bytes, messages: Sequence[Mapping[str, Any]]
@@ -101,6 +105,7 @@ class HistoryBuilder:
     def warm_up(self) -> None:
         """Tries the templates with their default variables."""
         if self._stability_wanted and self._model.renderer.has_template:
+            self.outlines.warm_up()
             for tools in (False, True):
                 for reasoning in (False, True):
                     self.stability.answers(tools=tools, reasoning=reasoning, kwargs={}, kwargs_name=context_digest({}))
@@ -172,7 +177,11 @@ class _Work:
         self._root = root
         self._block_size = block_size
         self._max_tokens = max_tokens
-        self._pieces = PieceRenderer(builder.model.renderer, turn.tools, turn.template_kwargs)
+        scope = (text.kwargs_name, text.volatile)
+        self._pieces = PieceRenderer(
+            builder.model.renderer, turn.tools, turn.template_kwargs, outlines=builder.outlines, scope=scope
+        )
+        self._before: Before | None = None
         self._messages: list[Mapping[str, Any]] = list(turn.messages)
         self._returned: Returned | None = None
         self._fallbacks: list[str] = []
@@ -194,6 +203,7 @@ class _Work:
             # Its text was made with the reasoning put back, which is only right around the generated ids.
             self._fallbacks = [*self._fallbacks, str(error)]
             self._returned = None
+            self._before = None
             self._messages = list(self._turn.messages)
             return self._onwards(match)
 
@@ -229,7 +239,8 @@ class _Work:
         if not self._builder.goes_by_tail(self._turn, self._text, match):
             self._fallbacks.append("template_unstable")
             return None
-        text = self._pieces.part(self._messages, start, len(self._messages), prompt=True)
+        self._before = self._pieces.before(self._messages, start)
+        text = self._pieces.behind(self._before, self._messages[start:], prompt=True)
         if text is None or not self._cutter.starts(text):
             self._fallbacks.append("template_unstable")
             return None
@@ -353,7 +364,8 @@ class _Work:
         frame: Frame | str = "opening_changed"
         if bool(opening) == bool(old.tail):  # else the text before the answer was too long to be kept
             said = partial(generated_text, self._returned.generated, self._builder.model.tokenizer)
-            frame = frame_of(self._returned, said, text, old.tail, self._messages, start, self._pieces, self._cutter)
+            before = self._before or self._pieces.before(self._messages, start)
+            frame = frame_of(self._returned, said, text, old.tail, self._messages[start:], before, self._pieces, self._cutter)
         if isinstance(frame, str):
             self._give_up(frame)
             self._fallbacks.append(frame)

@@ -12,11 +12,13 @@ from sessions.ledger import Ledger, common_messages
 
 
 class TurnText(msgspec.Struct, frozen=True):
-    """What a turn is compared by. `digests`: of its messages, joined; `context`: of all else that shapes its prompt."""
+    """What a turn is compared by. `digests`: of its messages, joined; `context`: of all else that shapes its prompt;
+    `kwargs_name`: of its template variables. `volatile`: what its prompt depends on beside the request."""
 
     digests: bytes
     context: bytes
     kwargs_name: bytes
+    volatile: tuple[str, ...] = ()
 
     @property
     def count(self) -> int:
