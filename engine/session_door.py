@@ -40,7 +40,7 @@ class DoorConfig:
     beyond `high`. `overtakes`: turns that pass before the first at the door goes in regardless. `patience`: seconds for which a
     session counts as in progress between two turns when nobody says when it will be back."""
 
-    low: float = 0.85
+    low: float = 0.6
     high: float = 1.0
     overtakes: int = 64
     patience: float = 60.0
