@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class MemorySize(click.ParamType[int | float]):
-    """Bytes with a unit (8GiB, 500MB), or a share of what is available (0.5, 50%): an int or a float. `zero`: 0 is a size too."""
+    """Bytes with a unit (8GiB, 500MB), or a share of what is available (0.5, 50%): an int or a float. `zero`: 0 is one."""
 
     name = "size"
 
