@@ -35,6 +35,8 @@ from engine.runner import Runner
 from engine.sampling.sampler import Sampler
 from engine.scheduler import Scheduler, StepPlan
 from engine.session_blocks import SessionBlocks
+from engine.session_door import SessionDoor
+from engine.session_scheduling import DoorFigures, SessionScheduling
 from engine.speculation.speculator import Drafter, Speculator
 from engine.warm_up import warm_up
 from gateway.workers.protocol import (
@@ -47,6 +49,7 @@ from gateway.workers.protocol import (
 from grammar.compiler import GrammarCompiler
 from grammar.detokenizer import Detokenizer
 from offload.config import OffloadConfig
+from offload.estimate import PrefillCost
 from offload.stack import open_tiers
 from prefix_cache.block_pool import BlockPool, IntegrityError
 from prefix_cache.events import DEVICE, KVEvent
@@ -116,6 +119,7 @@ class Engine:
             computed_by = namespace_digest({"namespace": namespace.hex(), "forward": type(forward).__qualname__})
             stack = open_tiers(offload, computed_by, shape, config.model_name or config.model.name)
             self._tiers = Offloading(stack, pool, device_blocks(kv), offload, shape, clock)
+        self._prefill = PrefillCost() if self._tiers is None else self._tiers.prefill
         self._sessions = SessionBlocks(pool, self._tiers, clock=clock)
         self._cache = KVCache(pool, caching=config.prefix_caching, keep_filled=self._tiers is not None)
         self._scheduler = Scheduler(
@@ -125,7 +129,11 @@ class Engine:
             tiers=self._tiers,
             speculator=Speculator(config.max_draft_tokens, config.max_draft_batch, spec.vocab_size, drafter),
         )
-        self._in_flight = InFlight(config, self._scheduler, self._cache, self._sessions, self._meter, clock)
+        self._ordering: SessionScheduling | None = None
+        if config.policy == "sessions" and config.prefix_caching and config.door is not None:
+            door = SessionDoor(config.door, self._capacity, self._seconds_of)
+            self._ordering = SessionScheduling(door, self._scheduler, self._sessions, config.block_size, clock)
+        self._in_flight = InFlight(config, self._scheduler, self._cache, self._sessions, self._meter, clock, self._ordering)
         self._chooser = Chooser(sampler, self._in_flight, self._meter, spec.vocab_size)
         self._intake = Intake(
             limits=Limits(spec.vocab_size, max_model_len, num_blocks, config.block_size, config.max_num_seqs),
@@ -186,6 +194,15 @@ class Engine:
     def has_work(self) -> bool:
         return self._has_runnable() or self._in_flight.has_over
 
+    def wakes_in(self) -> float | None:
+        """Seconds after which `has_work` may be True though nothing happens; None: never."""
+        return None if self._ordering is None else self._ordering.due_in(self._clock(), idle=self._is_idle())
+
+    def drain(self) -> None:
+        """Nothing new will come: who waits for others to make room need not any more."""
+        if self._ordering is not None:
+            self._ordering.open()
+
     def on_news(self, callback: Callable[[], None]) -> None:
         """`callback` is called on other threads when what `has_work` and `take_events` say may have changed without a step."""
         if self._tiers is not None:
@@ -202,6 +219,8 @@ class Engine:
         if not self._has_runnable():
             return output.chunks
         began = self._clock()
+        if self._ordering is not None:
+            self._ordering.before_step(began, idle=self._is_idle())
         plan = self._scheduler.schedule(began)
         totals = self._meter.totals
         totals.preemptions += plan.preempted
@@ -209,6 +228,8 @@ class Engine:
             totals.prompt_tokens += request.prompt_tokens
             totals.cached_tokens += request.cached_tokens
             self._sessions.began(request.session, request.sequences[0].digests, request.cached_tokens // self.config.block_size)
+            if self._ordering is not None:
+                self._ordering.began(request)
             output.started(request)
             for sequence, decision in request.ended:
                 output.finished(request, sequence.index, decision)
@@ -240,19 +261,22 @@ class Engine:
             decoded = max(totals.generated_tokens - before - first, decoded)
         seconds = self._clock() - began
         self._meter.step(prefilled, decoded, seconds)
+        if self._ordering is not None:
+            self._ordering.worked(seconds)
         if self._tiers is not None:
             self._tiers.store(self._cache.take_filled())
-            if prefilled > _MOSTLY * decoded:
-                self._tiers.prefill.took([(item.start, item.count) for item in plan.scheduled if item.is_prefill], seconds)
+        if prefilled > _MOSTLY * decoded:
+            self._prefill.took([(item.start, item.count) for item in plan.scheduled if item.is_prefill], seconds)
         return output.chunks
 
     def stats(self) -> WorkerStats:
         pool, totals = self._cache.pool, self._meter.totals
+        door = DoorFigures() if self._ordering is None else self._ordering.figures()
         return WorkerStats(
             instance=self._info.instance,
             running=len(self._scheduler.running),
-            waiting=len(self._scheduler.waiting),
-            waiting_prompt_tokens=self._scheduler.waiting_tokens,
+            waiting=len(self._scheduler.waiting) + door.held,
+            waiting_prompt_tokens=self._scheduler.waiting_tokens + door.held_tokens,
             num_blocks=pool.num_blocks,
             free_blocks=pool.num_free,
             cached_blocks=pool.num_cached,
@@ -273,6 +297,11 @@ class Engine:
             lost_blocks_total=self._sessions.lost_blocks,
             prefetched_blocks_total=0 if self._tiers is None else self._tiers.prefetched,
             useless_prefetches_total=0 if self._tiers is None else self._tiers.useless_prefetches,
+            held=door.held,
+            sessions_in_progress=door.in_progress,
+            sessions_paused=door.paused,
+            held_total=door.held_total,
+            pauses_total=door.pauses_total,
             tiers=() if self._tiers is None else self._tiers.stats(),
         )
 
@@ -292,11 +321,14 @@ class Engine:
 
     def retain(self, hints: Iterable[RetentionHint]) -> None:
         for hint in hints:
-            self._sessions.told(hint)
+            if self._ordering is None or self._ordering.told(hint):
+                self._sessions.told(hint)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless the pool's references are exactly those of the running and loading sequences."""
         self._cache.check_integrity((*self._scheduler.running, *self._scheduler.loading))
+        if self._ordering is not None:
+            self._ordering.check_integrity()
 
     def clear_cache(self) -> None:
         """Forgets all cached prefixes. Running requests keep what they have."""
@@ -310,7 +342,21 @@ class Engine:
             self._grammars.close()
 
     def _has_runnable(self) -> bool:
-        return self._scheduler.has_work() or (self._tiers is not None and self._tiers.has_arrived)
+        if self._scheduler.has_work() or (self._tiers is not None and self._tiers.has_arrived):
+            return True
+        return self.wakes_in() == 0
+
+    def _is_idle(self) -> bool:
+        return not (self._scheduler.running or self._scheduler.waiting or self._scheduler.loading)
+
+    def _capacity(self) -> int:
+        """Blocks that device and tiers hold: what the largest does, since what lies below lies above as well at first."""
+        below = 0 if self._tiers is None else self._tiers.capacity
+        return max(self._cache.pool.num_blocks, below)
+
+    def _seconds_of(self, first: int, last: int) -> float:
+        """Seconds of computing these blocks of a sequence, as measured."""
+        return self._prefill.seconds(first * self.config.block_size, (last - first) * self.config.block_size)
 
     def _compute(self, plan: StepPlan) -> torch.Tensor:
         """The logits of the plan's sampling sequences, one row each, in the plan's order."""

@@ -71,6 +71,12 @@ class SessionBlocks:
                 self._bytes -= len(self._sessions.popitem(last=False)[1])
         self._mark(digests, IDLE, 0.0, session)
 
+    def pauses(self, session: int) -> None:
+        """It will be back, but not before others have ended: its blocks go before theirs."""
+        joined = self._sessions.get(session)
+        if joined is not None:
+            self._mark(split_digests(joined), IDLE, 0.0, session)
+
     def told(self, hint: RetentionHint) -> None:
         """What a gateway says of a session; of one that is not known it is ignored."""
         session = session_number(hint.tenant, hint.session)
