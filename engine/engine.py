@@ -131,12 +131,14 @@ class Engine:
             stack = open_tiers(offload, computed_by, shape, name)
             self._tiers = Offloading(stack, pool, device_blocks(kv), offload, shape, clock)
         self._sessions = SessionBlocks(pool, self._tiers, clock=clock)
+        self._prefetching = self._sessions.prefetching
         self._cache = KVCache(pool, caching=config.prefix_caching, keep_filled=self._tiers is not None)
         self._scheduler = Scheduler(
             self._cache,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             tiers=self._tiers,
+            give_way=None if self._prefetching is None else self._prefetching.give_way,
             speculator=Speculator(config.max_draft_tokens, config.max_draft_batch, spec.vocab_size, drafter),
         )
         self._intake = Intake(
@@ -208,6 +210,7 @@ class Engine:
         self._arrivals += 1
         self._requests[prepared.request_id] = prepared
         self._meter.totals.requests += 1
+        self._sessions.arrives(prepared.session)
         if not prepared.forked:
             self._scheduler.enqueue(prepared.sequences[0])
         elif prepared.held:
@@ -230,7 +233,7 @@ class Engine:
         self._cancelling.leaving(request_id)
 
     def has_work(self) -> bool:
-        return self._has_runnable() or bool(self._over)
+        return self._has_runnable() or bool(self._over) or (self._prefetching is not None and self._prefetching.is_due())
 
     def on_news(self, callback: Callable[[], None]) -> None:
         """`callback` is called on other threads when what `has_work` and `take_events` say may have changed without a step."""
@@ -245,6 +248,8 @@ class Engine:
         """Runs one batch. What goes wrong in one request fails that request; what goes wrong in the batch fails those in it."""
         output = StepOutput()
         self._end_over(output)
+        if self._prefetching is not None:
+            self._prefetching.work()
         if not self._has_runnable():
             return output.chunks
         began = self._clock()
@@ -319,6 +324,9 @@ class Engine:
             lost_blocks_total=self._sessions.lost_blocks,
             prefetched_blocks_total=0 if self._tiers is None else self._tiers.prefetched,
             useless_prefetches_total=0 if self._tiers is None else self._tiers.useless_prefetches,
+            fetched_blocks_total=0 if self._prefetching is None else self._prefetching.counts.fetched,
+            useful_fetches_total=0 if self._prefetching is None else self._prefetching.counts.useful,
+            useless_fetches_total=0 if self._prefetching is None else self._prefetching.counts.useless,
             tiers=() if self._tiers is None else self._tiers.stats(),
         )
 
@@ -341,8 +349,9 @@ class Engine:
             self._sessions.told(hint)
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError unless the pool's references are exactly those of the running and loading sequences."""
-        self._cache.check_integrity((*self._scheduler.running, *self._scheduler.loading))
+        """Raises IntegrityError unless the pool's references are exactly those of sequences that run or load and of fetches."""
+        fetched = () if self._prefetching is None else self._prefetching.held
+        self._cache.check_integrity((*self._scheduler.running, *self._scheduler.loading), fetched)
 
     def clear_cache(self) -> None:
         """Forgets all cached prefixes. Running requests keep what they have."""
@@ -350,6 +359,8 @@ class Engine:
 
     def close(self) -> None:
         """Ends what the grammar compiler keeps running, and leaves the tiers. Idempotent."""
+        if self._prefetching is not None:
+            self._prefetching.close()
         if self._tiers is not None:
             self._tiers.close()
         if self._grammars is not None:
@@ -510,7 +521,7 @@ class Engine:
         if request.finished:
             del self._requests[request.request_id]
             if self.config.prefix_caching:
-                self._sessions.ended(request.session, request.sequences[0].digests)
+                self._sessions.ended(request.session, request.root, request.sequences[0].digests)
             output.done(request, self._clock())
 
     def _end_over(self, output: StepOutput) -> None:

@@ -143,6 +143,9 @@ class _StatsCollector(Collector):
             ("lost_blocks", "Blocks that a session came back for and that were computed again.", stats.lost_blocks_total),
             ("prefetched_blocks", "Blocks brought into memory before anybody asked.", stats.prefetched_blocks_total),
             ("useless_prefetches", "Those of them that nobody asked for in ten minutes.", stats.useless_prefetches_total),
+            ("fetched_blocks", "Blocks brought onto the device before their session was back.", stats.fetched_blocks_total),
+            ("useful_fetches", "Those of them that were there when it was.", stats.useful_fetches_total),
+            ("useless_fetches", "Those of them that were not, or whose session did not come.", stats.useless_fetches_total),
             ("kv_event_batches", "KV event batches published.", self._engine.events.seq),
         ):
             yield CounterMetricFamily(_PREFIX + name, text, value)
