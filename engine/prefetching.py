@@ -93,8 +93,7 @@ class PrefetchCounts:
 class Prefetching:
     """Belongs to the engine thread. Times are of `clock`.
 
-    names: the blocks of a session, None when it is not known any more. wake_at: called with a time at which `is_due` may become
-    True though nothing happens.
+    names: the blocks of a session, None when it is not known any more.
     """
 
     def __init__(
@@ -103,14 +102,12 @@ class Prefetching:
         tiers: Fetching,
         names: Callable[[int], Named | None],
         clock: Callable[[], float] = time.monotonic,
-        wake_at: Callable[[float], None] = lambda _when: None,
     ) -> None:
         self.counts = PrefetchCounts()
         self._pool = pool
         self._tiers = tiers
         self._names = names
         self._clock = clock
-        self._wake_at = wake_at
         self._numbers = itertools.count()
         self._plans: dict[int, _Plan] = {}
         self._due: list[tuple[float, int, int]] = []  # (when, number of the plan, session)
@@ -213,7 +210,6 @@ class Prefetching:
         if len(self._due) > 2 * len(self._plans) + 64:
             self._due = [entry for entry in self._due if (one := self._plans.get(entry[2])) and one.number == entry[1]]
             heapq.heapify(self._due)
-        self._wake_at(plan.when)
 
     def _again(self, plan: _Plan, now: float) -> None:
         """Tries once more later, as long as the session may still come: the room may be there then."""

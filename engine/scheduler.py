@@ -111,6 +111,11 @@ class Scheduler:
         insort(self.waiting, sequence, key=_rank)
         self.waiting_tokens += sequence.num_tokens
 
+    def withdraw(self, sequence: Sequence) -> None:
+        """Takes a sequence out of the queue that was never run."""
+        self._dequeue(sequence)
+        sequence.status = Status.UNFORKED
+
     def adopt(self, sequence: Sequence) -> None:
         """Adds a sequence that was forked off a running one; its slot was counted with its trunk."""
         sequence.status = Status.RUNNING

@@ -30,7 +30,7 @@ class SessionBlocks:
     def __init__(
         self, pool: BlockPool, tiers: Offloading | None, max_bytes: int = MAX_BYTES, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.prefetching = None if tiers is None else Prefetching(pool, tiers, self.names, clock, tiers.wake_at)
+        self.prefetching = None if tiers is None else Prefetching(pool, tiers, self.names, clock)
         self.lost_blocks = 0
         """Blocks that a session came back for and that nothing had any more."""
         self._pool = pool
@@ -81,6 +81,14 @@ class SessionBlocks:
             while self._bytes > self._max_bytes:
                 self._forget(next(iter(self._sessions)))
         self._mark(digests, IDLE, 0.0, session)
+
+    def pauses(self, session: int) -> None:
+        """It will be back, but not before others have ended: its blocks go before theirs."""
+        joined = self._sessions.get(session)
+        if joined is not None:
+            self._mark(split_digests(joined), IDLE, 0.0, session)
+        if self.prefetching is not None:
+            self.prefetching.forget(session)
 
     def told(self, hint: RetentionHint) -> None:
         """What a gateway says of a session; of one that is not known it is ignored."""

@@ -143,7 +143,7 @@ class Standing:
         alike = self.peers.estimator.coefficients
         self.own = None
         if share > 0.0 or factor != 1.0:
-            self.own = self.estimator.coefficients.mixed(alike.scaled(factor), share)
+            self.own = self.estimator.coefficients.mixed(alike, factor, share)
         self.latency_factor = self._way.factor(self._age(self._way_at, now))
 
     def delayed(self, seconds: float, now: float) -> None:
