@@ -26,6 +26,7 @@ from engine.intake import Intake, Limits
 from engine.kv_bytes import block_shape, device_blocks
 from engine.kv_cache import KVCache
 from engine.kv_layout import KVLayout
+from engine.masks import StepMasks
 from engine.meter import Meter
 from engine.models.registry import LoadedModel
 from engine.offloading import Offloading
@@ -129,14 +130,15 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             tiers=self._tiers,
             give_way=None if self._prefetching is None else self._prefetching.give_way,
-            speculator=Speculator(config.max_draft_tokens, config.max_draft_batch, spec.vocab_size, drafter),
+            speculator=Speculator(config.max_draft_tokens, config.max_draft_batch, drafter),
         )
         self._ordering: SessionScheduling | None = None
         if config.policy == "sessions" and config.prefix_caching and config.door is not None:
             door = SessionDoor(config.door, self._capacity, self._seconds_of)
             self._ordering = SessionScheduling(door, self._scheduler, self._sessions, config.block_size, clock)
         self._in_flight = InFlight(config, self._scheduler, self._cache, self._sessions, self._meter, clock, self._ordering)
-        self._chooser = Chooser(sampler, self._in_flight, self._meter, spec.vocab_size)
+        self._masks = StepMasks(spec.vocab_size, layout.device)
+        self._chooser = Chooser(sampler, self._masks, self._in_flight, self._meter)
         self._intake = Intake(
             limits=Limits(spec.vocab_size, max_model_len, num_blocks, config.block_size, config.max_num_seqs),
             namespace=namespace,
@@ -163,6 +165,11 @@ class Engine:
     def forward_seconds(self) -> float:
         """Time spent in the forward pass so far; what a step takes beside it is the engine's own."""
         return self._runner.forward_seconds
+
+    @property
+    def mask_seconds(self) -> float:
+        """What masks have taken of the engine thread's time; what was done beside forward passes is not in it."""
+        return self._masks.seconds
 
     def warm_up(self) -> None:
         """A pass that leaves no trace, before the first request (engine.warm_up). Raises RuntimeError after one was added."""
@@ -248,7 +255,7 @@ class Engine:
         before = totals.generated_tokens
         try:
             logits = self._compute(plan)
-            self._chooser.choose(plan, logits, output)
+            self._chooser.choose(logits, output)
         except ForwardCancelledError:
             return output.chunks  # nothing of it counts, and whoever it was for is dropped before the next step
         except IntegrityError:
@@ -349,6 +356,7 @@ class Engine:
         """Ends what the grammar compiler keeps running, and leaves the tiers. Idempotent."""
         if self._prefetching is not None:
             self._prefetching.close()
+        self._masks.close()
         if self._tiers is not None:
             self._tiers.close()
         if self._grammars is not None:
@@ -385,9 +393,13 @@ class Engine:
             for row in range(end - 1 - (item.count - item.known), end)
         ]
         copies = [copy for item in plan.scheduled for copy in item.copies]
+        self._chooser.begin(plan)
         self._cancelling.begin(item.sequence.request.request_id for item in plan.scheduled)
         try:
             logits = self._runner.run(batch, rows, copies)
+        except BaseException:
+            self._chooser.give_up()
+            raise
         finally:
             self._cancelling.end()
         for item in plan.scheduled:
