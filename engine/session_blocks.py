@@ -10,8 +10,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from engine.intake import session_number
 from engine.offloading import Offloading
+from engine.session_numbers import session_number
 from gateway.workers.protocol import RetentionHint
 from prefix_cache.block_pool import BlockPool
 from prefix_cache.hashing import BlockHash, JoinedDigests, join_digests, split_digests
