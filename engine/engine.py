@@ -122,12 +122,14 @@ class Engine:
             self._tiers = Offloading(stack, pool, device_blocks(kv), offload, shape, clock)
         self._prefill = PrefillCost() if self._tiers is None else self._tiers.prefill
         self._sessions = SessionBlocks(pool, self._tiers, clock=clock)
+        self._prefetching = self._sessions.prefetching
         self._cache = KVCache(pool, caching=config.prefix_caching, keep_filled=self._tiers is not None)
         self._scheduler = Scheduler(
             self._cache,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             tiers=self._tiers,
+            give_way=None if self._prefetching is None else self._prefetching.give_way,
             speculator=Speculator(config.max_draft_tokens, config.max_draft_batch, drafter),
         )
         self._ordering: SessionScheduling | None = None
@@ -187,6 +189,7 @@ class Engine:
 
     def add(self, prepared: Request) -> None:
         """Queues a prepared request. Raises RequestRefused when its id is in use."""
+        self._sessions.arrives(prepared.session)
         self._in_flight.add(prepared)
 
     def abort(self, request_id: str) -> bool:
@@ -199,11 +202,13 @@ class Engine:
         self._cancelling.leaving(request_id)
 
     def has_work(self) -> bool:
-        return self._has_runnable() or self._in_flight.has_over
+        fetching = self._prefetching is not None and self._prefetching.is_due()
+        return self._has_runnable() or self._in_flight.has_over or fetching
 
     def wakes_in(self) -> float | None:
         """Seconds after which `has_work` may be True though nothing happens; None: never."""
-        return None if self._ordering is None else self._ordering.due_in(self._clock(), idle=self._is_idle())
+        fetching = None if self._prefetching is None else self._prefetching.due_in()
+        return min((wait for wait in (self._door_opens_in(), fetching) if wait is not None), default=None)
 
     def drain(self) -> None:
         """Nothing new will come: who waits for others to make room need not any more."""
@@ -223,6 +228,8 @@ class Engine:
         """Runs one batch. What goes wrong in one request fails that request; what goes wrong in the batch fails those in it."""
         output = StepOutput()
         self._in_flight.end_over(output)
+        if self._prefetching is not None:
+            self._prefetching.work()
         if not self._has_runnable():
             return output.chunks
         began = self._clock()
@@ -304,6 +311,9 @@ class Engine:
             lost_blocks_total=self._sessions.lost_blocks,
             prefetched_blocks_total=0 if self._tiers is None else self._tiers.prefetched,
             useless_prefetches_total=0 if self._tiers is None else self._tiers.useless_prefetches,
+            fetched_blocks_total=0 if self._prefetching is None else self._prefetching.counts.fetched,
+            useful_fetches_total=0 if self._prefetching is None else self._prefetching.counts.useful,
+            useless_fetches_total=0 if self._prefetching is None else self._prefetching.counts.useless,
             held=door.held,
             sessions_in_progress=door.in_progress,
             sessions_paused=door.paused,
@@ -332,8 +342,9 @@ class Engine:
                 self._sessions.told(hint)
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError unless the pool's references are exactly those of the running and loading sequences."""
-        self._cache.check_integrity((*self._scheduler.running, *self._scheduler.loading))
+        """Raises IntegrityError unless the pool's references are exactly those of sequences that run or load and of fetches."""
+        fetched = () if self._prefetching is None else self._prefetching.held
+        self._cache.check_integrity((*self._scheduler.running, *self._scheduler.loading), fetched)
         if self._ordering is not None:
             self._ordering.check_integrity()
 
@@ -343,6 +354,8 @@ class Engine:
 
     def close(self) -> None:
         """Ends what the grammar compiler keeps running, and leaves the tiers. Idempotent."""
+        if self._prefetching is not None:
+            self._prefetching.close()
         self._masks.close()
         if self._tiers is not None:
             self._tiers.close()
@@ -352,7 +365,10 @@ class Engine:
     def _has_runnable(self) -> bool:
         if self._scheduler.has_work() or (self._tiers is not None and self._tiers.has_arrived):
             return True
-        return self.wakes_in() == 0
+        return self._door_opens_in() == 0
+
+    def _door_opens_in(self) -> float | None:
+        return None if self._ordering is None else self._ordering.due_in(self._clock(), idle=self._is_idle())
 
     def _is_idle(self) -> bool:
         return not (self._scheduler.running or self._scheduler.waiting or self._scheduler.loading)
