@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from engine.offloading import Offloading
-from engine.offloading import Offloading
 from engine.prefetching import FETCH_AT, Named, Prefetching
 from engine.session_numbers import session_number
 from gateway.workers.protocol import RetentionHint
