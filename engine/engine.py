@@ -301,8 +301,8 @@ class Engine:
                 self._sessions.told(hint)
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError unless the pool's references are exactly those of sequences that run or load and of fetches, and
-        the books of drafters balance."""
+        """Raises IntegrityError unless the pool's references are exactly those of sequences that run or load and of fetches,
+        and the books of drafters balance."""
         fetched = () if self._prefetching is None else self._prefetching.held
         self._cache.check_integrity((*self._scheduler.running, *self._scheduler.loading), fetched)
         self._speculator.check_integrity()
