@@ -26,6 +26,7 @@ from engine.intake import Intake, Limits
 from engine.kv_bytes import block_shape, device_blocks
 from engine.kv_cache import KVCache
 from engine.kv_layout import KVLayout
+from engine.masks import StepMasks
 from engine.meter import Meter
 from engine.models.registry import LoadedModel
 from engine.offloading import Offloading
@@ -121,20 +122,23 @@ class Engine:
             self._tiers = Offloading(stack, pool, device_blocks(kv), offload, shape, clock)
         self._prefill = PrefillCost() if self._tiers is None else self._tiers.prefill
         self._sessions = SessionBlocks(pool, self._tiers, clock=clock)
+        self._prefetching = self._sessions.prefetching
         self._cache = KVCache(pool, caching=config.prefix_caching, keep_filled=self._tiers is not None)
         self._scheduler = Scheduler(
             self._cache,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             tiers=self._tiers,
-            speculator=Speculator(config.max_draft_tokens, config.max_draft_batch, spec.vocab_size, drafter),
+            give_way=None if self._prefetching is None else self._prefetching.give_way,
+            speculator=Speculator(config.max_draft_tokens, config.max_draft_batch, drafter),
         )
         self._ordering: SessionScheduling | None = None
         if config.policy == "sessions" and config.prefix_caching and config.door is not None:
             door = SessionDoor(config.door, self._capacity, self._seconds_of)
             self._ordering = SessionScheduling(door, self._scheduler, self._sessions, config.block_size, clock)
         self._in_flight = InFlight(config, self._scheduler, self._cache, self._sessions, self._meter, clock, self._ordering)
-        self._chooser = Chooser(sampler, self._in_flight, self._meter, spec.vocab_size)
+        self._masks = StepMasks(spec.vocab_size, layout.device)
+        self._chooser = Chooser(sampler, self._masks, self._in_flight, self._meter)
         self._intake = Intake(
             limits=Limits(spec.vocab_size, max_model_len, num_blocks, config.block_size, config.max_num_seqs),
             namespace=namespace,
@@ -162,6 +166,11 @@ class Engine:
         """Time spent in the forward pass so far; what a step takes beside it is the engine's own."""
         return self._runner.forward_seconds
 
+    @property
+    def mask_seconds(self) -> float:
+        """What masks have taken of the engine thread's time; what was done beside forward passes is not in it."""
+        return self._masks.seconds
+
     def warm_up(self) -> None:
         """A pass that leaves no trace, before the first request (engine.warm_up). Raises RuntimeError after one was added."""
         if self._in_flight.arrivals:
@@ -180,6 +189,7 @@ class Engine:
 
     def add(self, prepared: Request) -> None:
         """Queues a prepared request. Raises RequestRefused when its id is in use."""
+        self._sessions.arrives(prepared.session)
         self._in_flight.add(prepared)
 
     def abort(self, request_id: str) -> bool:
@@ -192,11 +202,13 @@ class Engine:
         self._cancelling.leaving(request_id)
 
     def has_work(self) -> bool:
-        return self._has_runnable() or self._in_flight.has_over
+        fetching = self._prefetching is not None and self._prefetching.is_due()
+        return self._has_runnable() or self._in_flight.has_over or fetching
 
     def wakes_in(self) -> float | None:
         """Seconds after which `has_work` may be True though nothing happens; None: never."""
-        return None if self._ordering is None else self._ordering.due_in(self._clock(), idle=self._is_idle())
+        fetching = None if self._prefetching is None else self._prefetching.due_in()
+        return min((wait for wait in (self._door_opens_in(), fetching) if wait is not None), default=None)
 
     def drain(self) -> None:
         """Nothing new will come: who waits for others to make room need not any more."""
@@ -216,6 +228,8 @@ class Engine:
         """Runs one batch. What goes wrong in one request fails that request; what goes wrong in the batch fails those in it."""
         output = StepOutput()
         self._in_flight.end_over(output)
+        if self._prefetching is not None:
+            self._prefetching.work()
         if not self._has_runnable():
             return output.chunks
         began = self._clock()
@@ -241,7 +255,7 @@ class Engine:
         before = totals.generated_tokens
         try:
             logits = self._compute(plan)
-            self._chooser.choose(plan, logits, output)
+            self._chooser.choose(logits, output)
         except ForwardCancelledError:
             return output.chunks  # nothing of it counts, and whoever it was for is dropped before the next step
         except IntegrityError:
@@ -297,6 +311,9 @@ class Engine:
             lost_blocks_total=self._sessions.lost_blocks,
             prefetched_blocks_total=0 if self._tiers is None else self._tiers.prefetched,
             useless_prefetches_total=0 if self._tiers is None else self._tiers.useless_prefetches,
+            fetched_blocks_total=0 if self._prefetching is None else self._prefetching.counts.fetched,
+            useful_fetches_total=0 if self._prefetching is None else self._prefetching.counts.useful,
+            useless_fetches_total=0 if self._prefetching is None else self._prefetching.counts.useless,
             held=door.held,
             sessions_in_progress=door.in_progress,
             sessions_paused=door.paused,
@@ -325,8 +342,9 @@ class Engine:
                 self._sessions.told(hint)
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError unless the pool's references are exactly those of the running and loading sequences."""
-        self._cache.check_integrity((*self._scheduler.running, *self._scheduler.loading))
+        """Raises IntegrityError unless the pool's references are exactly those of sequences that run or load and of fetches."""
+        fetched = () if self._prefetching is None else self._prefetching.held
+        self._cache.check_integrity((*self._scheduler.running, *self._scheduler.loading), fetched)
         if self._ordering is not None:
             self._ordering.check_integrity()
 
@@ -336,6 +354,9 @@ class Engine:
 
     def close(self) -> None:
         """Ends what the grammar compiler keeps running, and leaves the tiers. Idempotent."""
+        if self._prefetching is not None:
+            self._prefetching.close()
+        self._masks.close()
         if self._tiers is not None:
             self._tiers.close()
         if self._grammars is not None:
@@ -344,7 +365,10 @@ class Engine:
     def _has_runnable(self) -> bool:
         if self._scheduler.has_work() or (self._tiers is not None and self._tiers.has_arrived):
             return True
-        return self.wakes_in() == 0
+        return self._door_opens_in() == 0
+
+    def _door_opens_in(self) -> float | None:
+        return None if self._ordering is None else self._ordering.due_in(self._clock(), idle=self._is_idle())
 
     def _is_idle(self) -> bool:
         return not (self._scheduler.running or self._scheduler.waiting or self._scheduler.loading)
@@ -369,9 +393,13 @@ class Engine:
             for row in range(end - 1 - (item.count - item.known), end)
         ]
         copies = [copy for item in plan.scheduled for copy in item.copies]
+        self._chooser.begin(plan)
         self._cancelling.begin(item.sequence.request.request_id for item in plan.scheduled)
         try:
             logits = self._runner.run(batch, rows, copies)
+        except BaseException:
+            self._chooser.give_up()
+            raise
         finally:
             self._cancelling.end()
         for item in plan.scheduled:

@@ -128,7 +128,7 @@ class InFlight:
         if request.finished:
             del self._requests[request.request_id]
             if self._config.prefix_caching:
-                self._sessions.ended(request.session, request.sequences[0].digests)
+                self._sessions.ended(request.session, request.root, request.sequences[0].digests)
             if self._ordering is not None:
                 self._ordering.ended(request, request.sequences[0])
             output.done(request, self._clock())

@@ -110,6 +110,17 @@ class Offloading:
         self._loading[id(sequence)] = _Load(sequence, ticket, first, self._clock())
         self._transfers.load(ticket)
 
+    def reach(self, digests: Sequence[BlockHash]) -> int:
+        """How many of `digests`, counted from the first, can be brought onto the device now, from the fastest tier."""
+        fastest = next((tier for tier in self._stack.tiers if tier.is_available), None)
+        return 0 if fastest is None else fastest.prefix(digests)
+
+    def fetch(self, digests: Sequence[BlockHash], blocks: Sequence[int]) -> LoadTicket:
+        """Begins to copy blocks that nobody waits for yet."""
+        ticket = LoadTicket(digests, blocks, 0.0)
+        self._transfers.fetch(ticket)
+        return ticket
+
     def cancel(self, sequence: EngineSequence) -> None:
         """Calls the load of a sequence off: when this returns its blocks are not written to any more."""
         self._loading.pop(id(sequence)).ticket.cancel()
