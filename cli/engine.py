@@ -239,6 +239,9 @@ def _sim_option(*names: str, **settings: Any) -> Callable[[Callable[..., Any]], 
 @_sim_option("--sim-prefill-pair", type=click.FloatRange(0), default=None, help="... and each token before it. [1.3e-9]")
 @_sim_option("--sim-decode-sequence", type=click.FloatRange(0), default=None, help="Seconds a generated token adds. [4e-5]")
 @_sim_option("--sim-decode-context", type=click.FloatRange(0), default=None, help="... and each token before it. [5e-8]")
+@_sim_option("--sim-kv-token-bytes", type=click.IntRange(1), default=None, help="What a token's KV takes in tiers. [131072]")
+@_sim_option("--sim-host-rate", type=click.FloatRange(1), default=None, help="Bytes a second from host memory. [20e9]")
+@_sim_option("--sim-disk-rate", type=click.FloatRange(1), default=None, help="Bytes a second from disk. [3e9]")
 @click.pass_context
 def command(ctx: click.Context, /, **options: Any) -> None:
     """Serve one replica: tokens in, tokens out (docs/worker-protocol.md).
@@ -298,9 +301,10 @@ def _check_combinations(ctx: click.Context, options: dict[str, Any]) -> None:
     if options["disk_kv_dir"] is None and (options["disk_kv_bytes"] is not None or options["disk_kv_compress"]):
         raise click.UsageError("Say with --disk-kv-dir where blocks are to be kept.")
     if any(options[name] is not None for name in ("host_kv_bytes", "disk_kv_dir", "remote_kv")):
-        if options["simulate"]:
+        if options["simulate"] and (options["remote_kv"] or options["disk_kv_compress"] or options["kv_codec"] != "raw"):
             raise click.UsageError(
-                "A simulated replica has no KV to keep; leave --host-kv-bytes, --disk-kv-dir and --remote-kv out."
+                "A simulated replica has host and disk tiers of made-up blocks; leave --remote-kv, --kv-codec and "
+                "--disk-kv-compress out."
             )
         if options["no_prefix_caching"]:
             raise click.UsageError("Blocks are kept to be found again; leave --no-prefix-caching out.")
@@ -469,6 +473,7 @@ def _simulated(options: dict[str, Any]) -> Load:
             block_size=options["block_size"],
             prefix_caching=not options["no_prefix_caching"],
             accept_grammars=options["sim_grammars"] == "ignore",
+            offload=_offload(options),
             cost=replace(config.cost, **{costs[name]: options[name] for name in costs if options[name] is not None}),
             **_given(
                 options,
@@ -480,6 +485,9 @@ def _simulated(options: dict[str, Any]) -> Load:
                 time_scale="sim_time_scale",
                 mean_output_tokens="sim_output_tokens",
                 seed="sim_seed",
+                kv_token_bytes="sim_kv_token_bytes",
+                host_rate="sim_host_rate",
+                disk_rate="sim_disk_rate",
             ),
         )
         return SimulatedEngine(config, tokenizer=tokenizer)

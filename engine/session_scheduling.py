@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.intake import session_number
 from engine.request import Request, Sequence
 from engine.scheduler import Scheduler
 from engine.session_blocks import SessionBlocks
 from engine.session_door import SessionDoor, Turn
+from engine.session_numbers import session_number
 from gateway.workers.protocol import RetentionHint
 from prefix_cache.block_pool import IntegrityError
 

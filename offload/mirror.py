@@ -24,6 +24,11 @@ class TierMirror:
         self._known: npt.NDArray[np.uint64] = np.zeros((table.slots, 2), dtype=np.uint64)
         self._held = np.zeros(table.slots, dtype=bool)
 
+    @property
+    def is_behind(self) -> bool:
+        """True when `poll` would look."""
+        return self._table.changes != self._seen
+
     def poll(self) -> list[KVEvent]:
         """What has changed since the last call. Stored blocks have no parent here: the tier does not know it."""
         changes = self._table.changes

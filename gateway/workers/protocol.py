@@ -144,7 +144,7 @@ class Finished(msgspec.Struct, frozen=True, tag_field="type", tag="finished", om
 
 class Done(msgspec.Struct, frozen=True, tag_field="type", tag="done", omit_defaults=True):
     """The end of a stream: what the request took. Seconds are on the replica's monotonic clock. `cached_known` False: the
-    worker did not say what was cached."""
+    worker did not say what was cached. `drafted`, `accepted`, `forced` tokens, `decode_passes`: as WorkerStats counts them."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -154,6 +154,10 @@ class Done(msgspec.Struct, frozen=True, tag_field="type", tag="done", omit_defau
     decode_seconds: float
     preemptions: int
     cached_known: bool = True
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    forced_tokens: int = 0
+    decode_passes: int = 0
 
 
 class Failed(msgspec.Struct, frozen=True, tag_field="type", tag="failed", omit_defaults=True):
@@ -312,11 +316,24 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     seconds_per_block: float = 0.0
 
 
+class DrafterStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Tokens that one source guessed and what became of them. `drafts`: guesses that were verified, of one sequence in one step
+    each. `accepted_per_position`: how many guesses came true at least up to their first, second, ... token."""
+
+    name: str
+    drafts_total: int = 0
+    drafted_tokens_total: int = 0
+    accepted_tokens_total: int = 0
+    accepted_per_position_total: tuple[int, ...] = ()
+
+
 class WorkerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Load and totals. Blocks: free + cached + referenced = num_blocks; free ones hold nothing, cached ones hold KV that
     nobody uses right now and can be evicted. Totals count from the start of the instance. `draining`: it shuts down, finishes
     what it has and takes nothing new. `loading`: sequences whose blocks are on their way from a tier; they count neither as
     running nor as waiting. `lost_blocks`: those that a session came back for and that had to be computed again.
+    `drafted`, `accepted`, `forced` tokens: guessed, come true, left no choice about by a grammar; `drafts`: whole guesses,
+    `drafters`: their parts by source. `mask_seconds`: what grammars took of the engine's thread.
     `prefetched_blocks`: brought from disk into memory before anybody asked; `useless_prefetches`: for which nobody asked within
     ten minutes. `fetched_blocks`: brought onto the device before their session was back; `useful_fetches` were still there when
     it was, `useless_fetches` had been given up, or it did not come within ten minutes.
@@ -342,6 +359,9 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     accepted_tokens_total: int = 0
     forced_tokens_total: int = 0
     decode_passes_total: int = 0
+    mask_seconds_total: float = 0.0
+    drafts: DrafterStats | None = None
+    drafters: tuple[DrafterStats, ...] = ()
     prefill_tokens_per_second: float = 0.0
     decode_tokens_per_second: float = 0.0
     draining: bool = False
