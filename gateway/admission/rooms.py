@@ -82,17 +82,13 @@ def choose(
     rooms: Sequence[WorkerRoom], needs: Sequence[int], *, continuing: bool = False
 ) -> list[tuple[WorkerRoom, int]] | None:
     """Workers that together take requests of these needs, each where most is left; None when they do not. The rooms are
-<<<<<<< HEAD
     booked when they do. `continuing`: their session is in progress."""
-=======
-    booked when they do."""
     if len(needs) == 1 and len(rooms) == 1:
         # Most turns, once some worker comes to mind.
-        if not rooms[0].takes(needs[0]):
+        if not rooms[0].takes(needs[0], continuing=continuing):
             return None
         rooms[0].reserve(needs[0])
         return [(rooms[0], needs[0])]
->>>>>>> main
     booked: list[tuple[WorkerRoom, int]] = []
     undo = [(room.blocks, room.slots, room.idle) for room in rooms]
     for need in needs:
