@@ -302,7 +302,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class TierStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A tier below the device. What it holds, and `stored`, `evicted` and `healed` (damaged blocks thrown away), are of all
-    who share it; the rest is this worker's: prompt tokens loaded from it, errors, seconds that a block takes, measured."""
+    who share it, `users` of them on this machine; the rest is this worker's: prompt tokens loaded from it, errors, seconds that
+    a block takes, measured."""
 
     name: str
     blocks: int
@@ -314,6 +315,7 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     hit_tokens_total: int = 0
     errors_total: int = 0
     seconds_per_block: float = 0.0
+    users: int = 1
 
 
 class DrafterStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
