@@ -191,7 +191,7 @@ class Admission:
         return rooms
 
     def _grant(self, queue: _Queue, turn: _Turn, rooms: list[WorkerRoom]) -> bool:
-        found = choose(rooms, turn.needs)
+        found = choose(rooms, turn.needs, continuing=turn.continuing)
         if found is None:
             return False
         turn.booked = [(room.name, blocks) for room, blocks in found]

@@ -241,13 +241,16 @@ class Router:
             if kv_tokens and name in held and held[name].blocks * block_size >= _FULL * kv_tokens:
                 age = standing.turnover(kv_tokens, now)
                 eviction = new * token * self._reuse.probability(age) if age < math.inf else 0.0
+            queue = standing.queue(load, prompt_tokens, now, token)
+            if load.held_tokens and name == home:
+                queue -= min(queue, load.held_tokens * token)
             candidates.append(
                 make(
                     Candidate,
                     (
                         name,
                         matched,
-                        standing.queue(load, prompt_tokens, now, token),
+                        queue,
                         transfer,
                         work,
                         (way if standing.latency_factor == 1.0 else standing.latency)
