@@ -221,7 +221,7 @@ class Router:
         now: float,
     ) -> list[Candidate]:
         # The hot loop of the gateway: with 64 workers each line of it runs 64 times for every request.
-        standings, index_blocks, make = self._standings, self.index.blocks, tuple.__new__
+        standings, held, make = self._standings, self.index.held, tuple.__new__
         arrivals = self._arrivals.rate(now) / len(loads)
         alike, way = self._peers.estimator.coefficients, self._peers.way.seconds
         candidates: list[Candidate] = []
@@ -238,10 +238,10 @@ class Router:
             work = new * (token + pair * (matched + 0.5 * new))
             transfer = _transfer(lower[name], k, matched, block_size) if lower and name in lower else 0.0
             eviction = 0.0
-            if kv_tokens and index_blocks(name) * block_size >= _FULL * kv_tokens:
+            if kv_tokens and name in held and held[name].blocks * block_size >= _FULL * kv_tokens:
                 age = standing.turnover(kv_tokens, now)
                 eviction = new * token * self._reuse.probability(age) if age < math.inf else 0.0
-            queue = standing.queue(load, prompt_tokens, now)
+            queue = standing.queue(load, prompt_tokens, now, token)
             if load.held_tokens and name == home:
                 queue -= min(queue, load.held_tokens * token)
             candidates.append(

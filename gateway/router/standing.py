@@ -223,14 +223,14 @@ class Standing:
         if not self.pending:
             self.pending_seconds, self.pending_tokens = 0.0, 0
 
-    def queue(self, load: WorkerLoad, prompt_tokens: int, now: float) -> float:
-        """Seconds until a prompt that comes now is begun."""
+    def queue(self, load: WorkerLoad, prompt_tokens: int, now: float, token: float | None = None) -> float:
+        """Seconds until a prompt that comes now is begun. `token`: its coefficient, where the caller has it at hand."""
         seconds = self.pending_seconds
         if self.pending and now > self.busy_since:
             seconds -= min(now - self.busy_since, next(iter(self.pending)).seconds)
         foreign = load.queued_tokens - self.pending_tokens
         if foreign > 0:
-            seconds += foreign * self.coefficients.token
+            seconds += foreign * (self.coefficients.token if token is None else token)
         beyond = load.requests + 1 - load.max_concurrency
         if beyond > 0:
             seconds += beyond * self.service / load.max_concurrency
