@@ -194,9 +194,8 @@ def _sim_option(*names: str, **settings: Any) -> Callable[[Callable[..., Any]], 
 @click.option(
     "--scheduling",
     type=click.Choice(["fcfs", "priority", "sessions"]),
-    default="fcfs",
-    show_default=True,
-    help="Who goes first: who came first; a lower priority; or turns of sessions that began earlier.",
+    default=None,
+    help="Who goes first: who came first; a lower priority; or sessions that fit, before others. [sessions; simulated: fcfs]",
 )
 @click.option("--no-prefix-caching", is_flag=True, help="Compute every prompt anew.")
 @click.option(
@@ -415,7 +414,7 @@ def _real(options: dict[str, Any]) -> Load:
             num_blocks=options["num_blocks"],
             max_model_len=options["max_model_len"],
             prefix_caching=not options["no_prefix_caching"],
-            policy=options["scheduling"],
+            policy=options["scheduling"] or "sessions",
             threads=options["threads"],
             kernels=options["kernels"],
             **given,
@@ -469,7 +468,7 @@ def _simulated(options: dict[str, Any]) -> Load:
         costs |= {"sim_decode_sequence": "decode_sequence", "sim_decode_context": "decode_context_token"}
         config = replace(
             config,
-            scheduling=_scheduling(options["scheduling"]),
+            scheduling=_scheduling(options["scheduling"] or "fcfs"),
             block_size=options["block_size"],
             prefix_caching=not options["no_prefix_caching"],
             accept_grammars=options["sim_grammars"] == "ignore",
