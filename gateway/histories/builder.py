@@ -77,8 +77,9 @@ class HistoryBuilder:
         """What `turn` is compared by."""
         kwargs = context_digest(dict(turn.template_kwargs))
         tools = [tool_dict(tool) for tool in turn.tools]
-        volatile = self._model.renderer.volatile()
-        context = context_digest(self._model.name, kwargs.hex(), tools, volatile)
+        renderer = self._model.renderer
+        volatile = renderer.volatile()
+        context = context_digest(self._model.name, renderer.fingerprint, kwargs.hex(), tools, volatile)
         return TurnText(message_digests(turn.messages), context, kwargs, tuple(volatile))
 
     def match(
