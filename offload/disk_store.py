@@ -250,6 +250,7 @@ class DiskStore:
             healed=table.counter(layout.H_HEALED),
             reclaimed=table.counter(layout.H_RECLAIMED),
             errors=self._errors,
+            users=table.members,
         )
 
     def verify(self) -> tuple[int, int]:

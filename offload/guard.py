@@ -96,6 +96,7 @@ class GuardedTier:
             figures.healed,
             figures.reclaimed,
             self.errors,
+            figures.users,
         )
 
     def check_integrity(self) -> None:
