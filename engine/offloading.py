@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from engine.request import Sequence as EngineSequence
 from gateway.workers.protocol import TierStats
-from offload.codecs import BlockShape
+from offload.codecs import BlockShape, make_codec
 from offload.config import OffloadConfig
 from offload.device import DeviceBlocks
 from offload.estimate import PrefillCost, split_point
@@ -21,7 +21,7 @@ from offload.stack import TierStack
 from offload.tickets import LoadTicket
 from offload.transfers import Filled, Transfers
 from prefix_cache.block_pool import BlockPool
-from prefix_cache.events import KVEvent
+from prefix_cache.events import DISK, HOST, KVEvent
 from prefix_cache.hashing import BlockHash
 
 _OVERHEAD = 0.002
@@ -62,6 +62,7 @@ class Offloading:
         self.prefill = PrefillCost()
         self.loaded_blocks: dict[str, int] = {}
         self.abandoned_loads = 0
+        self._block_bytes = make_codec(config.codec, shape).encoded_bytes
         self._always = config.load == "always"
         self._stack = stack
         self._pool = pool
@@ -108,6 +109,17 @@ class Offloading:
         ticket = LoadTicket(digests, blocks, min(float(expected), len(blocks) * self._slowest()))
         self._loading[id(sequence)] = _Load(sequence, ticket, first, self._clock())
         self._transfers.load(ticket)
+
+    def reach(self, digests: Sequence[BlockHash]) -> int:
+        """How many of `digests`, counted from the first, can be brought onto the device now, from the fastest tier."""
+        fastest = next((tier for tier in self._stack.tiers if tier.is_available), None)
+        return 0 if fastest is None else fastest.prefix(digests)
+
+    def fetch(self, digests: Sequence[BlockHash], blocks: Sequence[int]) -> LoadTicket:
+        """Begins to copy blocks that nobody waits for yet."""
+        ticket = LoadTicket(digests, blocks, 0.0)
+        self._transfers.fetch(ticket)
+        return ticket
 
     def cancel(self, sequence: EngineSequence) -> None:
         """Calls the load of a sequence off: when this returns its blocks are not written to any more."""
@@ -176,6 +188,14 @@ class Offloading:
         """Those of them that nobody asked for in time."""
         return self._transfers.counts.useless
 
+    @property
+    def capacity(self) -> int:
+        """Blocks that this engine's share of the largest tier of this machine holds, of those that can be used now. How much of
+        a remote one is ours nobody knows."""
+        usable = {tier.name for tier in self._stack.tiers if tier.is_available and tier.name in (HOST, DISK)}
+        shares = (tier.max_bytes // (self._block_bytes * tier.users) for tier in self.stats() if tier.name in usable)
+        return max(shares, default=0)
+
     def take_events(self) -> list[KVEvent]:
         """What has changed in the tiers."""
         return self._keeper.take_events()
@@ -205,6 +225,7 @@ class Offloading:
             hit_tokens_total=self.loaded_blocks.get(tier.name, 0) * self._pool.block_size,
             errors_total=figures.errors,
             seconds_per_block=tier.cost.seconds,
+            users=figures.users,
         )
 
     def wait_idle(self, timeout: float) -> bool:

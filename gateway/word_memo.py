@@ -3,9 +3,10 @@
 A byte-level BPE tokenizer cuts text into words by a regular expression and encodes each word by itself. Agents send the same
 words again and again, so the ids of a text are looked up word by word, and the tokenizer is asked for the words that are new.
 The expressions in use are written for Oniguruma, with Unicode properties; on ASCII text they mean what the same expressions
-with `A-Za-z` and `0-9` mean to `re`. Only expressions made of constructs that both read alike are taken (`_pattern`), only for
-tokenizers whose other stages do nothing to ASCII text, and both are compared on samples when a tokenizer is loaded. Any other
-text and any other tokenizer goes to the library.
+with `A-Za-z` and `0-9` mean to `re`. Only expressions made of constructs that both read alike are taken (`_words_source`), only
+for tokenizers whose other stages do nothing to ASCII text, and both are compared on samples when a tokenizer is loaded. Any
+other text and any other tokenizer goes to the library. Where the expression allows it, several words are looked up at once
+(chunk_memo.py).
 """
 
 from __future__ import annotations
@@ -18,9 +19,13 @@ import numpy as np
 import orjson
 from tokenizers import Tokenizer
 
+from gateway.chunk_memo import ChunkMemo, cuts_at_spaces
+
 _MAX_WORDS = 65_536
 _MAX_WORD = 64
 _MAX_TEXT = 2**20
+_SHORT = 48
+_MAX_SHORT = 4096
 _FEW = 8
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # Between two digits the text is cut before the expression sees it, so that its end may be a digit as well.
@@ -40,28 +45,45 @@ _SAMPLES = (
 class WordMemo:
     """Ids of ASCII text without added tokens in it. Safe to use from several threads: entries are only ever added."""
 
-    def __init__(self, backend: Tokenizer, words: re.Pattern[str], added: re.Pattern[str], ids: Mapping[str, bytes]) -> None:
+    def __init__(
+        self,
+        backend: Tokenizer,
+        words: re.Pattern[str],
+        added: re.Pattern[str],
+        ids: Mapping[str, bytes],
+        *,
+        cut_at_spaces: bool = False,
+    ) -> None:
+        """`cut_at_spaces`: as gateway.chunk_memo says of the expression behind `words`."""
         self._backend = backend
         self._words = words
         self._added = added
         self._added_ids = ids
         self._known: dict[str, bytes] = {}
+        # Ends of turns and generation prompts, the same every turn.
+        self._short: dict[str, bytes] = {}
+        self._encode_piece = ChunkMemo(self._by_words).encode if cut_at_spaces else self._by_words
 
     @classmethod
     def of(cls, backend: Tokenizer) -> WordMemo | None:
         """The memo of a tokenizer, None where it could not be trusted."""
-        pattern = _pattern(backend)
+        source = _words_source(backend)
         tokens = list(backend.get_added_tokens_decoder().items())
         plain = all(not (t.lstrip or t.rstrip or t.single_word or t.normalized) and t.content for _, t in tokens)
-        if pattern is None or not plain:
+        if source is None or not plain:
             return None
+        pattern = re.compile(re.sub(r"(\[[^\]]*\])|\\p\{L\}|\\p\{N\}", _in_ascii, source), re.ASCII)
         texts = sorted((token.content for _, token in tokens), key=len, reverse=True)
         added = re.compile("(" + "|".join(map(re.escape, texts)) + ")" if texts else r"((?!))")
-        memo = cls(backend, pattern, added, {token.content: _packed([number]) for number, token in tokens})
+        ids = {token.content: _packed([number]) for number, token in tokens}
+        memo = cls(backend, pattern, added, ids, cut_at_spaces=cuts_at_spaces(source))
         return memo if all(memo._agrees(sample) for sample in _SAMPLES) else None
 
     def encode(self, text: str) -> bytes | None:
         """Packed ids of `text`, without the special tokens that go around a prompt. None: ask the tokenizer."""
+        short = len(text) <= _SHORT
+        if short and (known := self._short.get(text)) is not None:
+            return known
         if len(text) > _MAX_TEXT or not text.isascii():
             return None
         parts: list[bytes] = []
@@ -69,19 +91,23 @@ class WordMemo:
             if at % 2:
                 parts.append(self._added_ids[piece])
             elif piece:
-                self._encode_piece(piece, parts)
-        return b"".join(parts)
+                parts.append(self._encode_piece(piece))
+        ids = b"".join(parts)
+        if short:
+            if len(self._short) >= _MAX_SHORT:
+                self._short.clear()
+            self._short[text] = ids
+        return ids
 
-    def _encode_piece(self, piece: str, parts: list[bytes]) -> None:
+    def _by_words(self, piece: str) -> bytes:
         words = self._words.findall(piece)
-        found = list(map(self._known.get, words))
-        missing = found.count(None)
-        if missing > _FEW:
-            parts.append(self._learn(piece, words))
-            return
-        if missing:
-            found = [self._ask(word) if ids is None else ids for word, ids in zip(words, found, strict=True)]
-        parts.extend(found)  # type: ignore[arg-type]
+        try:
+            return b"".join(map(self._known.__getitem__, words))
+        except KeyError:
+            found = list(map(self._known.get, words))
+        if sum(ids is None for ids in found) > _FEW:
+            return self._learn(piece, words)
+        return b"".join([self._ask(word) if ids is None else ids for word, ids in zip(words, found, strict=True)])
 
     def _ask(self, word: str) -> bytes:
         ids = _packed(self._backend.encode_batch_fast([word], add_special_tokens=False)[0].ids)
@@ -109,15 +135,15 @@ class WordMemo:
         expected = _packed(self._backend.encode(sample, add_special_tokens=False).ids)
         words = self._words.findall(sample)
         by_word = b"".join(map(self._ask, words))
-        return "".join(words) == sample and by_word == expected == self.encode(sample)
+        return "".join(words) == sample and by_word == expected == self.encode(sample) == self._by_words(sample)
 
 
 def _packed(ids: Sequence[int]) -> bytes:
     return np.asarray(ids, dtype="<u4").tobytes()
 
 
-def _pattern(backend: Tokenizer) -> re.Pattern[str] | None:
-    """The words of ASCII text as `re` finds them; None for stages that are not known."""
+def _words_source(backend: Tokenizer) -> str | None:
+    """The expression for words, which `re` reads alike for ASCII text; None for stages that are not known."""
     if getattr(backend.model, "dropout", None):
         return None
     normalizer = _description(backend.normalizer)
@@ -131,10 +157,7 @@ def _pattern(backend: Tokenizer) -> re.Pattern[str] | None:
         return None
     *before, last = flat
     source = _source(before, bool(last.get("use_regex", True)))
-    if source is None or not _ALLOWED.fullmatch(source):
-        return None
-    ascii_only = re.sub(r"(\[[^\]]*\])|\\p\{L\}|\\p\{N\}", _in_ascii, source)
-    return re.compile(ascii_only, re.ASCII)
+    return source if source is not None and _ALLOWED.fullmatch(source) else None
 
 
 def _source(before: Sequence[Mapping[str, Any]], by_regex: bool) -> str | None:

@@ -6,11 +6,9 @@
             + neighbour * decoding * steps        the sequences that generate there take part in each of the steps
             + host, disk, remote * tokens         hits that must be brought to the device first
 
-The coefficients are a weighted recursive least squares fit in information form (Haykin, Adaptive Filter Theory, ch. 10): the
-normal equations decay by `FORGET` with each observation, and a prior of fixed strength is added when they are solved. So what
-is never observed (a tier the worker has not) stays at its prior instead of drifting, and nothing winds up however long the
-same request repeats. Errors count relative to the prediction, a request of a millisecond as much as one of a minute; beyond a
-few times what is usual they are pulled in (Huber's weights). Coefficients are never negative.
+The coefficients are a recursive least squares fit that forgets (gateway.router.least_squares), `FORGET` with each observation.
+Errors count relative to the prediction, a request of a millisecond as much as one of a minute; beyond a few times what is usual
+they are pulled in (Huber's weights). Coefficients are never negative.
 
 The prior has the shape of one 80 GB GPU with an 8B model and the speed of this worker: its scale is the running geometric
 mean of observed to expected, so one request is enough to tell a CPU from a GPU.
@@ -19,11 +17,9 @@ mean of observed to expected, so one request is enough to tell a CPU from a GPU.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
+from gateway.router.least_squares import FadingMoments
 
 FORGET = 0.97
 STEP_TOKENS = 8192
@@ -37,10 +33,11 @@ _HUBER = 2.0
 _SCALE_GAIN = 0.05
 _SOLVED_AT_ONCE = 32
 _MIN_SCALE, _MAX_SCALE = 1e-4, 1e5
-Vector = npt.NDArray[np.float64]
 # A token is never free: where noise hides what it costs, a prefix must still be worth something.
-_LEAST: Vector = np.array([0.0, 0.1, 0.0, 0.0, 0.1, 0.1, 0.1])
-_UNITS: Vector = np.array([1.0, 1e3, 1e8, 10.0, 1e3, 1e3, 1e3])
+_LEAST = (0.0, 0.1, 0.0, 0.0, 0.1, 0.1, 0.1)
+# In these the coefficients are of like size.
+_TOKENS, _PAIRS, _NEIGHBOURS = 1e3, 1e8, 10.0
+_UNITS = (1.0, _TOKENS, _PAIRS, _NEIGHBOURS, _TOKENS, _TOKENS, _TOKENS)
 
 
 class Coefficients(NamedTuple):
@@ -62,22 +59,24 @@ class Coefficients(NamedTuple):
         """Seconds that those steps take in any case, with `decoding` neighbours in them."""
         return self.fixed + self.neighbour * decoding * (1.0 + new / STEP_TOKENS)
 
-    def scaled(self, factor: float) -> Coefficients:
-        """Of a machine that takes `factor` times as long."""
-        return Coefficients(*(factor * value for value in self))
-
     def expected(self, seen: Observation) -> float:
         """Seconds that such a prompt takes."""
-        lifted = self.host * seen.host + self.disk * seen.disk + self.remote * seen.remote
-        return self.work(seen.new, seen.context) + self.token * seen.beside + self.overhead(seen.decoding, seen.new) + lifted
+        fixed, token, pair, neighbour, host, disk, remote = self
+        new, context, decoding, _, from_host, from_disk, from_afar, beside = seen
+        seconds = fixed + token * (new + beside) + pair * new * (context + 0.5 * new)
+        if decoding:
+            seconds += neighbour * decoding * (1.0 + new / STEP_TOKENS)
+        if from_host or from_disk or from_afar:
+            seconds += host * from_host + disk * from_disk + remote * from_afar
+        return seconds
 
-    def mixed(self, other: Coefficients, share: float) -> Coefficients:
-        """`share` of these and the rest of the other's."""
-        return Coefficients(*(share * a + (1.0 - share) * b for a, b in zip(self, other, strict=True)))
+    def mixed(self, other: Coefficients, factor: float, share: float) -> Coefficients:
+        """`share` of these and the rest of the other's on a machine that takes `factor` times as long."""
+        rest = (1.0 - share) * factor
+        return Coefficients._make([share * a + rest * b for a, b in zip(self, other, strict=True)])
 
 
-@dataclass(frozen=True, slots=True)
-class Observation:
+class Observation(NamedTuple):
     """One prompt that was computed: `seconds` from leaving the queue to the first token. `beside`: tokens of other prompts that
     were computed in that time."""
 
@@ -90,11 +89,21 @@ class Observation:
     remote: int = 0
     beside: int = 0
 
-    def row(self) -> Vector:
-        pairs = self.new * (self.context + self.new / 2)
-        neighbours = self.decoding * (1 + self.new / STEP_TOKENS)
-        values = (1.0, self.new + self.beside, pairs, neighbours, self.host, self.disk, self.remote)
-        return np.array(values, dtype=np.float64) / _UNITS
+    def row(self) -> Row:
+        """What each coefficient is multiplied by, in units in which they are alike."""
+        new, context, decoding, _, host, disk, remote, beside = self
+        return (
+            1.0,
+            (new + beside) / _TOKENS,
+            new * (context + 0.5 * new) / _PAIRS,
+            decoding * (1.0 + new / STEP_TOKENS) / _NEIGHBOURS,
+            host / _TOKENS,
+            disk / _TOKENS,
+            remote / _TOKENS,
+        )
+
+
+Row = tuple[float, float, float, float, float, float, float]
 
 
 class PrefillEstimator:
@@ -102,14 +111,12 @@ class PrefillEstimator:
     the next."""
 
     def __init__(self, forget: float = FORGET) -> None:
-        self._forget = forget
-        self._base = np.array(Coefficients()) * _UNITS
+        self._moments = FadingMoments(len(_UNITS), forget)
+        self._base = _in_units(Coefficients())
+        self._fitted = self._base
         self._scale = 1.0
         self._seen = 0
         self._noise = 1.0
-        size = len(_UNITS)
-        self._moments = np.zeros((size, size))
-        self._targets = np.zeros(size)
         self.coefficients = Coefficients()
 
     @property
@@ -124,23 +131,21 @@ class PrefillEstimator:
 
     def observe(self, seen: Observation) -> None:
         """Learns from one prompt. What cannot have been (negative, endless, not a number) is ignored."""
-        seconds = seen.seconds
-        if not 0.0 <= seconds <= _MAX_SECONDS or min(seen.new, seen.context, seen.decoding, seen.beside) < 0:
+        new, context, decoding, seconds, _, _, _, beside = seen
+        if not 0.0 <= seconds <= _MAX_SECONDS or new < 0 or context < 0 or decoding < 0 or beside < 0:
             return
         row = seen.row()
-        self._seen += 1
-        self._rescale(float(row @ self._base), seconds)
-        expected = max(float(row @ (np.array(self.coefficients) * _UNITS)), _FLOOR)
+        self._seen = times = self._seen + 1
+        self._rescale(_product(row, self._base), seconds)
+        expected = max(_product(row, self._fitted), _FLOOR)
         error = abs(seconds - expected) / expected
         usual = _HUBER * max(self._noise, _NOISE)
-        weight = (1.0 if error <= usual else usual / error) / (_NOISE * max(seconds, expected, _FLOOR)) ** 2
-        gain = max(1 / self._seen, _SCALE_GAIN)
-        self._noise += gain * (min(error, 2 * usual) - self._noise)
-        self._moments = self._forget * self._moments + weight * np.outer(row, row)
-        self._targets = self._forget * self._targets + weight * seconds * row
+        weight = (1.0 if error <= usual else usual / error) / (_NOISE * max(seconds, expected)) ** 2
+        self._noise += max(1.0 / times, _SCALE_GAIN) * (min(error, 2.0 * usual) - self._noise)
+        self._moments.add(row, seconds, weight)
         # Solving costs more than all the rest; once a few dozen observations stand behind them, four more move little.
-        if self._seen <= _SOLVED_AT_ONCE or self._seen % 4 == 0:
-            self.coefficients = Coefficients(*(float(value) for value in self._solve() / _UNITS))
+        if times <= _SOLVED_AT_ONCE or not times % 4:
+            self._solve()
 
     def _rescale(self, expected: float, seconds: float) -> None:
         shift = math.log(max(seconds, 1e-6) / max(expected * self._scale, 1e-9))
@@ -149,20 +154,22 @@ class PrefillEstimator:
         self._scale *= math.exp(shift * max(1 / self._seen, _SCALE_GAIN))
         self._scale = max(_MIN_SCALE, min(self._scale, _MAX_SCALE))
 
-    def _solve(self) -> Vector:
-        """The least squares solution above `_LEAST` of the prior: what would lie below is held there, one after another."""
-        prior = self._base * self._scale
-        least = _LEAST * prior
-        strength = 1.0 / (_PRIOR_SPREAD * prior) ** 2
-        moments = self._moments + np.diag(strength)
-        targets = self._targets + strength * prior - moments @ least
-        free = np.ones(len(prior), dtype=bool)
-        above = np.zeros(len(prior))
-        while free.any():
-            above[:] = 0.0
-            above[free] = np.linalg.solve(moments[np.ix_(free, free)], targets[free])
-            lowest = int(above.argmin())
-            if above[lowest] >= 0:
-                break
-            free[lowest] = False
-        return least + np.maximum(above, 0.0)
+    def _solve(self) -> None:
+        scale = self._scale
+        prior = [scale * value for value in self._base]
+        self._fitted = fitted = self._moments.solve(
+            prior,
+            [1.0 / (_PRIOR_SPREAD * value) ** 2 for value in prior],
+            [least * value for least, value in zip(_LEAST, prior, strict=True)],
+        )
+        self.coefficients = Coefficients._make([value / unit for value, unit in zip(fitted, _UNITS, strict=True)])
+
+
+def _in_units(coefficients: Coefficients) -> list[float]:
+    return [value * unit for value, unit in zip(coefficients, _UNITS, strict=True)]
+
+
+def _product(row: Row, fitted: list[float]) -> float:
+    a, b, c, d, e, f, g = row
+    p, q, r, s, t, u, v = fitted
+    return a * p + b * q + c * r + d * s + e * t + f * u + g * v

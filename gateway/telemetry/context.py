@@ -26,6 +26,6 @@ def trace_context(headers: Mapping[str, str]) -> dict[str, str]:
 
 def _find(headers: Mapping[str, str], name: str) -> str | None:
     value = headers.get(name)
-    if value is None:
+    if value is None and isinstance(headers, dict):  # Those of a request match in any case by themselves.
         value = next((text for key, text in headers.items() if key.lower() == name), None)
     return None if value is None else value.strip()

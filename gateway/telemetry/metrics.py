@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import Counter as Count
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gateway.telemetry.routing import RouteMetrics
 from gateway.telemetry.stages import StageTimes
+from gateway.telemetry.tallies import CounterFamily, HistogramFamily, Level
 from gateway.workers.views import WorkerView
 from sessions.shared import SharedSessions
 from sessions.store import StoreStats
@@ -26,28 +27,11 @@ DURATION_BUCKETS = tuple(0.01 * 2**power for power in range(14))
 FIRST_TOKEN_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 PER_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 
-MetricT = TypeVar("MetricT", Counter, Histogram)
 WAIT_BUCKETS = (0.001, 0.01, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 _MAX_MODELS = 64
 _MAX_WORKERS = 1024
 _STATES = ("starting", "ready", "down", "mismatched")
-
-
-class Labelled(Generic[MetricT]):
-    """A metric whose children are remembered: finding one costs the library more than counting in it. Labels are bounded, and
-    so are they."""
-
-    def __init__(self, metric: MetricT) -> None:
-        self._metric: MetricT = metric
-        self._children: dict[tuple[str, ...], MetricT] = {}
-
-    def labels(self, *values: str) -> MetricT:
-        """The child with these label values, in order."""
-        child = self._children.get(values)
-        if child is None:
-            child = self._children[values] = self._metric.labels(*values)
-        return child
 
 
 class GatewayMetrics:
@@ -57,11 +41,11 @@ class GatewayMetrics:
         self.registry = CollectorRegistry()
         prefix = "turnkeep_gateway_"
 
-        def histogram(name: str, text: str, buckets: Sequence[float]) -> Labelled[Histogram]:
-            return Labelled(Histogram(prefix + name, text, ("operation", "model"), buckets=buckets, registry=self.registry))
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> HistogramFamily:
+            return HistogramFamily(prefix + name, text, ("operation", "model"), self.registry, buckets=buckets)
 
-        def counter(name: str, text: str, *labels: str) -> Labelled[Counter]:
-            return Labelled(Counter(prefix + name, text, labels, registry=self.registry))
+        def counter(name: str, text: str, *labels: str) -> CounterFamily:
+            return CounterFamily(prefix + name, text, labels, self.registry)
 
         self.duration = histogram("request_duration_seconds", "Turns from arrival to the last byte", DURATION_BUCKETS)
         self.first_token = histogram(
@@ -95,12 +79,13 @@ class GatewayMetrics:
         self.streams_lost = counter(
             "streams_lost", "Generations that ended with an error because this worker was lost or failed them", "worker"
         )
-        self.resume_seconds = Histogram(
+        self.resume_seconds = HistogramFamily(
             prefix + "resume_seconds",
             "Time from the loss of a worker until another had accepted what it left",
+            (),
+            self.registry,
             buckets=FIRST_TOKEN_BUCKETS,
-            registry=self.registry,
-        )
+        ).labels()
         self.misses = counter("misses", "Turns that reused less than their predecessors left, by cause", "cause")
         self.missed_tokens = counter("missed_tokens", "Tokens that such turns had computed again, by cause", "cause")
         self.attached = counter(
@@ -117,18 +102,19 @@ class GatewayMetrics:
         self.history_tokens = counter(
             "history_tokens", "Prompt tokens by where they come from: reused or spliced from a ledger, or tokenised", "source"
         )
-        self.superseded_blocks = Counter(
-            prefix + "superseded_blocks", "Blocks that a session's rewritten history left behind", registry=self.registry
-        )
-        self.admission_wait = Histogram(
+        self.superseded_blocks = counter("superseded_blocks", "Blocks that a session's rewritten history left behind").labels()
+        self.admission_wait = HistogramFamily(
             prefix + "admission_wait_seconds",
             "Time that turns waited for a worker with room",
             ("priority",),
+            self.registry,
             buckets=WAIT_BUCKETS,
-            registry=self.registry,
         )
-        self.spans = counter("spans", "Spans handed to the OTLP exporter, by result", "result")
-        self.in_flight = Gauge(prefix + "turns_in_flight", "Turns that have arrived and not ended", registry=self.registry)
+        # The exporter counts on a thread of its own.
+        self.spans = Counter(
+            prefix + "spans", "Spans handed to the OTLP exporter, by result", ("result",), registry=self.registry
+        )
+        self.in_flight = Level(prefix + "turns_in_flight", "Turns that have arrived and not ended", self.registry)
         self.routing = RouteMetrics(self.registry)
         self.stages = StageTimes()
         self.registry.register(_StagesCollector(self.stages))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gateway.router.receipts import Decision
 from gateway.router.standing import Standing
+from gateway.telemetry.tallies import CounterFamily, HistogramFamily
 from prefix_cache.index import ResidencyIndex
 
 _REGRET_BUCKETS = (0.0, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -20,32 +21,26 @@ class RouteMetrics:
     """A `gateway.router.receipts.RouteObserver`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.outcomes = Counter(
-            _PREFIX + "route_outcomes", "Requests sent to a worker, by how that ended", ("result",), registry=registry
-        )
-        self.estimated = Counter(
-            _PREFIX + "route_estimated_seconds", "Time to the first token as the router expected it", registry=registry
-        )
-        self.observed = Counter(
-            _PREFIX + "route_observed_seconds", "The same as it was, of the same requests", registry=registry
-        )
-        self.error = Counter(
-            _PREFIX + "route_estimate_error_seconds", "By how much they differed, without sign", registry=registry
-        )
-        self.regret = Histogram(
+        def counter(name: str, text: str, *labels: str) -> CounterFamily:
+            return CounterFamily(_PREFIX + name, text, labels, registry)
+
+        self.outcomes = counter("route_outcomes", "Requests sent to a worker, by how that ended", "result")
+        self.estimated = counter("route_estimated_seconds", "Time to the first token as the router expected it").labels()
+        self.observed = counter("route_observed_seconds", "The same as it was, of the same requests").labels()
+        self.error = counter("route_estimate_error_seconds", "By how much they differed, without sign").labels()
+        self.regret = HistogramFamily(
             _PREFIX + "route_regret_seconds",
             "Time to the first token beyond the best estimate for another worker; 0 where none would have been sooner",
+            (),
+            registry,
             buckets=_REGRET_BUCKETS,
-            registry=registry,
-        )
-        self.shadowed = Counter(
-            _PREFIX + "route_shadow", "Decisions by whether the shadow policy agreed", ("policy", "agrees"), registry=registry
-        )
-        self.shadow_seconds = Counter(
-            _PREFIX + "route_shadow_seconds",
+        ).labels()
+        self.shadowed = counter("route_shadow", "Decisions by whether the shadow policy agreed", "policy", "agrees")
+        self.shadow_seconds = counter(
+            "route_shadow_seconds",
             "Estimated time to the first token of what the live policy and of what the shadow policy chose",
-            ("policy", "role"),
-            registry=registry,
+            "policy",
+            "role",
         )
 
     def decided(self, decision: Decision) -> None:
@@ -58,10 +53,11 @@ class RouteMetrics:
     def concluded(self, decision: Decision) -> None:
         outcome = decision.outcome
         self.outcomes.labels(outcome.result).inc()
-        if outcome.time_to_first_token is not None:
-            self.estimated.inc(decision.seconds)
-            self.observed.inc(outcome.time_to_first_token)
-            self.error.inc(abs(outcome.time_to_first_token - decision.seconds))
+        seen, estimated = outcome.time_to_first_token, decision.seconds
+        if seen is not None:
+            self.estimated.inc(estimated)
+            self.observed.inc(seen)
+            self.error.inc(abs(seen - estimated))
         if outcome.regret is not None:
             self.regret.observe(outcome.regret)
 

@@ -11,15 +11,14 @@ import msgspec
 from yarl import URL
 
 from gateway.workers.base import ChunkStream, WorkerRefusedError, WorkerUnavailableError
+from gateway.workers.exchange import BrokenExchangeError
+from gateway.workers.exchanges import Exchanges
 from gateway.workers.ndjson import NdjsonStream
 from gateway.workers.protocol import (
     AbortReply,
     AbortRequest,
-    Chunk,
-    Done,
     ErrorDetail,
     ErrorReply,
-    Failed,
     GenerateRequest,
     RetainReply,
     RetainRequest,
@@ -29,15 +28,22 @@ from gateway.workers.protocol import (
     WorkerInfo,
     WorkerStats,
 )
+from gateway.workers.replica_stream import ReplicaStream
 from gateway.workers.sent_prompts import SentPrompts
-from gateway.workers.transport import BUSY, NOT_THE_CLIENTS_FAULT, Patience, WorkerTransport, read_reply, retry_after
+from gateway.workers.transport import (
+    BUSY,
+    MAX_REPLY_BYTES,
+    NOT_THE_CLIENTS_FAULT,
+    Patience,
+    WorkerTransport,
+    read_reply,
+    seconds_to_wait,
+)
 from prefix_cache.events import KVMessage
 
 T = TypeVar("T")
-_CHUNKS: msgspec.json.Decoder[Chunk] = msgspec.json.Decoder(Chunk)
 _KV_MESSAGES: msgspec.json.Decoder[KVMessage] = msgspec.json.Decoder(KVMessage)
 _ERRORS = msgspec.json.Decoder(ErrorReply)
-_END_OF_BODY_SECONDS = 0.5
 
 
 class ReplicaClient:
@@ -54,7 +60,9 @@ class ReplicaClient:
         self._reply_timeout = reply_timeout
         self._takes_prefixes = False
         self._sent = SentPrompts()
-        self._http = WorkerTransport(url, Patience(connect_timeout, reply_timeout, accept_timeout))
+        patience = Patience(connect_timeout, reply_timeout, accept_timeout)
+        self._http = WorkerTransport(url, patience)
+        self._exchanges = Exchanges(url, patience)
 
     @property
     def url(self) -> str:
@@ -105,18 +113,21 @@ class ReplicaClient:
 
     async def _generate(self, request: GenerateRequest, headers: Mapping[str, str]) -> ChunkStream:
         body = msgspec.msgpack.encode(request)
-        response = await self._http.accept("/v1/generate", body, {**headers, "Content-Type": "application/msgpack"})
-        if response.status == 200:
-            return ReplicaStream(response, self._url)
+        answer = await self._exchanges.post("/v1/generate", body, "application/msgpack", headers)
+        if answer.status == 200:
+            return ReplicaStream(answer, self._url)
         try:
             async with asyncio.timeout(self._reply_timeout):
-                raise await _as_error(response, self._url)
+                reply = bytearray()
+                while len(reply) <= MAX_REPLY_BYTES and (data := await answer.read()):
+                    reply += data
         except TimeoutError as error:
-            raise WorkerUnavailableError(
-                f"worker {self._url} answered {response.status} and no reason", reached=True
-            ) from error
+            raise WorkerUnavailableError(f"worker {self._url} answered {answer.status} and no reason", reached=True) from error
+        except BrokenExchangeError as error:
+            raise WorkerUnavailableError(f"worker {self._url} broke off its answer: {error}", reached=True) from error
         finally:
-            response.release()
+            answer.release()
+        raise _as_error(answer.status, bytes(reply), answer.headers.get(b"retry-after", b"").decode("latin-1"), self._url)
 
     async def kv_events(self, instance: str | None, after: int) -> AsyncGenerator[KVMessage, None]:
         query = {} if instance is None else {"instance": instance, "after": str(after)}
@@ -127,7 +138,7 @@ class ReplicaClient:
             raise WorkerUnavailableError(f"worker {self._url} did not open its event stream in time", reached=True) from error
         try:
             if response.status != 200:
-                raise await _as_error(response, self._url)
+                raise await _response_error(response, self._url)
             async for message in NdjsonStream(response, _KV_MESSAGES, f"the event stream of worker {self._url}"):
                 yield message
         finally:
@@ -135,6 +146,7 @@ class ReplicaClient:
 
     async def aclose(self) -> None:
         """Drops all connections; idempotent. Calls made afterwards fail."""
+        self._exchanges.close()
         await self._http.aclose()
 
     async def _get(self, path: str, kind: type[T]) -> T:
@@ -142,46 +154,9 @@ class ReplicaClient:
             return await _decode(response, kind)
 
 
-class ReplicaStream:
-    """The chunks of one accepted request. Ends after Done or Failed; raises WorkerUnavailableError if it breaks off before."""
-
-    def __init__(self, response: aiohttp.ClientResponse, url: str) -> None:
-        self._lines = NdjsonStream(response, _CHUNKS, f"the stream of worker {url}")
-        self._url = url
-        self._ended = False
-
-    def __aiter__(self) -> ReplicaStream:
-        return self
-
-    async def __anext__(self) -> Chunk:
-        if self._ended:
-            raise StopAsyncIteration
-        try:
-            chunk = await self._lines.__anext__()
-        except StopAsyncIteration:
-            self._lines.close()
-            raise WorkerUnavailableError(f"the stream of worker {self._url} ended in the middle", reached=True) from None
-        self._ended = isinstance(chunk, Done | Failed)
-        return chunk
-
-    def close(self) -> None:
-        self._lines.close()
-
-    async def finish(self) -> None:
-        try:
-            async with asyncio.timeout(_END_OF_BODY_SECONDS):
-                whole = self._ended and await self._lines.finish()
-        except TimeoutError:
-            whole = False
-        if whole:
-            self._lines.release()
-        else:
-            self._lines.close()
-
-
 async def _decode(response: aiohttp.ClientResponse, kind: type[T]) -> T:
     if response.status != 200:
-        raise await _as_error(response, str(response.url))
+        raise await _response_error(response, str(response.url))
     try:
         return msgspec.json.decode(await read_reply(response), type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -191,24 +166,28 @@ async def _decode(response: aiohttp.ClientResponse, kind: type[T]) -> T:
 
 
 async def _error_detail(response: aiohttp.ClientResponse) -> ErrorDetail:
-    body = await read_reply(response)
+    return _detail(response.status, await read_reply(response))
+
+
+def _detail(status: int, body: bytes) -> ErrorDetail:
     try:
         return _ERRORS.decode(body).error
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return ErrorDetail(
-            "unknown", f"status {response.status}: {body[:200].decode('utf-8', 'replace').strip() or 'no reason'}"
-        )
+        return ErrorDetail("unknown", f"status {status}: {body[:200].decode('utf-8', 'replace').strip() or 'no reason'}")
 
 
-async def _as_error(response: aiohttp.ClientResponse, url: str) -> WorkerRefusedError | WorkerUnavailableError:
+async def _response_error(response: aiohttp.ClientResponse, url: str) -> WorkerRefusedError | WorkerUnavailableError:
+    return _as_error(response.status, await read_reply(response), response.headers.get("Retry-After", ""), url)
+
+
+def _as_error(status: int, body: bytes, retry_after: str, url: str) -> WorkerRefusedError | WorkerUnavailableError:
     """What an answer other than 200 means."""
-    status = response.status
-    detail = await _error_detail(response)
+    detail = _detail(status, body)
     if 400 <= status < 500 and status not in NOT_THE_CLIENTS_FAULT and status not in BUSY:
         return WorkerRefusedError(status, detail)
     return WorkerUnavailableError(
         f"worker {url}: {detail.message}",
         reached=True,
         busy=status in BUSY and detail.code != "engine_failed",
-        retry_after=retry_after(response),
+        retry_after=seconds_to_wait(retry_after),
     )

@@ -185,12 +185,16 @@ async def read_reply(response: aiohttp.ClientResponse, limit: int = MAX_REPLY_BY
 
 def retry_after(response: aiohttp.ClientResponse) -> float | None:
     """Seconds of a Retry-After header; dates and nonsense count as absent."""
-    value = response.headers.get("Retry-After")
+    return seconds_to_wait(response.headers.get("Retry-After", ""))
+
+
+def seconds_to_wait(value: str) -> float | None:
+    """What a Retry-After header says, in seconds; dates and nonsense count as absent."""
     try:
-        seconds = float(value) if value is not None else None
+        seconds = float(value)
     except ValueError:
         return None
-    return seconds if seconds is not None and 0 <= seconds <= 3600 else None
+    return seconds if 0 <= seconds <= 3600 else None
 
 
 def describe(error: BaseException) -> str:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 
+from gateway.chunk_memo import cuts_at_spaces
 from gateway.word_memo import WordMemo
 
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -65,6 +66,37 @@ def test_ids_are_those_of_the_tokenizer(backend, name):
     check()
 
 
+@pytest.mark.parametrize("name", WAYS)
+def test_text_is_cut_at_single_spaces_and_nowhere_else(backend, name):
+    tokenizer = backend(WAYS[name])
+    memo = WordMemo.of(tokenizer)
+    assert memo._encode_piece != memo._by_words
+    glue = st.sampled_from([" "] * 12 + ["  ", "   ", "\n", " \n", "\n ", "\n\n", "\t", " \t", "\x0c ", "\x1c", " \x1c", ""])
+    word = st.sampled_from(["the", "it's", "'s", "1", "123", "4567", "a1", "x.", "...", '{"k":', "[1,", "-", "\x1c", "don't,"])
+
+    @settings(max_examples=150, deadline=None)
+    @given(st.lists(st.tuples(word, glue), max_size=30), glue)
+    def check(pairs, first):
+        text = first + "".join(part for pair in pairs for part in pair)
+        expected = tokenizer.encode(text, add_special_tokens=False).ids
+        for _ in range(3):
+            assert np.frombuffer(memo.encode(text), dtype="<u4").tolist() == expected
+
+    check()
+    # What is known is used: it does not go by the expression any more.
+    text = "".join([" the", " x.", " it's"] * 20)
+    ids = memo.encode(text)
+    memo._encode_piece.__self__._by_words = None
+    assert memo.encode(text) == ids
+
+
+def test_expressions_that_may_cut_elsewhere_are_not_cut_at_spaces():
+    assert cuts_at_spaces(QWEN)
+    assert cuts_at_spaces(LLAMA)
+    for other in (r" ?\p{L}+ ?|\s+", r"[^a]+|a", r"\p{L}+(?= )|\s+", QWEN + "|.", ""):
+        assert not cuts_at_spaces(other)
+
+
 def test_a_long_text_is_learnt_in_one_go(backend):
     tokenizer = backend(None)
     memo = WordMemo.of(tokenizer)
@@ -73,6 +105,8 @@ def test_a_long_text_is_learnt_in_one_go(backend):
     expected = tokenizer.encode(text, add_special_tokens=False).ids
     assert np.frombuffer(memo.encode(text), dtype="<u4").tolist() == expected
     assert len(memo._known) > 300
+    for _ in range(30):
+        assert np.frombuffer(memo.encode(text), dtype="<u4").tolist() == expected
     assert np.frombuffer(memo.encode(text), dtype="<u4").tolist() == expected
 
 

@@ -71,9 +71,8 @@ async def test_a_finished_stream_gives_its_connection_back(replica, client):
         stream = await client.generate(request(), {})
         await collect(stream)
         await stream.finish()
-    connector = client._http._session.connector
-    assert len(connector._acquired) == 0
-    assert sum(len(idle) for idle in connector._conns.values()) == 1
+    assert len(client._exchanges._open) == 0
+    assert [connection.used for connection in client._exchanges._idle] == [5]
 
 
 async def test_closing_reaches_the_replica_at_once(replica, client):
@@ -141,7 +140,7 @@ async def test_broken_streams(replica, client, script, said):
 async def test_a_line_without_end_is_bounded(replica, client):
     replica.scripts.append([Started(3, 0, 0), *[b"x" * 100_000] * 20])
     stream = await client.generate(request(), {})
-    stream._lines._lines._max_line = 2**20
+    stream._max_line = 2**20
     with pytest.raises(WorkerUnavailableError, match="longer than"):
         await collect(stream)
 
