@@ -274,6 +274,8 @@ class Engine:
             useful_fetches_total=0 if self._prefetching is None else self._prefetching.counts.useful,
             useless_fetches_total=0 if self._prefetching is None else self._prefetching.counts.useless,
             held=door.held,
+            held_prompt_tokens=door.held_tokens,
+            held_blocks=door.held_blocks,
             sessions_in_progress=door.in_progress,
             sessions_paused=door.paused,
             held_total=door.held_total,

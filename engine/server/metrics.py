@@ -124,6 +124,7 @@ class _StatsCollector(Collector):
             ("requests_loading", "Sequences whose blocks are on their way from a tier.", stats.loading),
             ("waiting_sessions", "Sessions between two turns, by the hints of gateways.", len(self._waiting)),
             ("requests_held", "Those that wait until sessions in progress leave room for theirs.", stats.held),
+            ("held_prompt_tokens", "Prompt tokens of those.", stats.held_prompt_tokens),
             ("sessions_in_progress", "Sessions whose KV is kept for their next turns.", stats.sessions_in_progress),
             ("sessions_paused", "Sessions that wait for others to end.", stats.sessions_paused),
             ("event_log_bytes", "KV events kept for replay.", self._engine.events.tail_bytes),

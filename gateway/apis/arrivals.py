@@ -75,7 +75,7 @@ class Arrivals:
         """As `body`, with the session that the request belongs to."""
         arrival, warnings = await self.body(request)
         with self._stages.spent("identity"):
-            found = identify(request.headers, arrival.body, tenant=self.tenant(request), order=self._sources)
+            found = identify(request.headers, arrival.body, tenant=arrival.caller.tenant, order=self._sources)
             session = SessionRef(
                 tenant=found.tenant,
                 key=found.key,

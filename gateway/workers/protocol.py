@@ -302,7 +302,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class TierStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A tier below the device. What it holds, and `stored`, `evicted` and `healed` (damaged blocks thrown away), are of all
-    who share it; the rest is this worker's: prompt tokens loaded from it, errors, seconds that a block takes, measured."""
+    who share it, `users` of them on this machine; the rest is this worker's: prompt tokens loaded from it, errors, seconds that
+    a block takes, measured."""
 
     name: str
     blocks: int
@@ -314,6 +315,7 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     hit_tokens_total: int = 0
     errors_total: int = 0
     seconds_per_block: float = 0.0
+    users: int = 1
 
 
 class DrafterStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -337,8 +339,8 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     `prefetched_blocks`: brought from disk into memory before anybody asked; `useless_prefetches`: for which nobody asked within
     ten minutes. `fetched_blocks`: brought onto the device before their session was back; `useful_fetches` were still there when
     it was, `useless_fetches` had been given up, or it did not come within ten minutes.
-    `held`: those of `waiting` that wait until sessions in progress leave room for theirs; `sessions_in_progress`,
-    `sessions_paused`: where sessions are scheduled (docs/offload.md).
+    `held`: those of `waiting` that wait until sessions in progress leave room for theirs, with so many tokens of prompts and
+    blocks that they will need; `sessions_in_progress`, `sessions_paused`: where sessions are scheduled (docs/offload.md).
     """
 
     instance: str
@@ -373,6 +375,8 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     useful_fetches_total: int = 0
     useless_fetches_total: int = 0
     held: int = 0
+    held_prompt_tokens: int = 0
+    held_blocks: int = 0
     sessions_in_progress: int = 0
     sessions_paused: int = 0
     held_total: int = 0
