@@ -74,6 +74,7 @@ class HostArena:
             return False
         if place.length != len(into):
             self._heal(place)
+            self.table.rebuild()
             return False
         np.copyto(into, self.slot(place)[: place.length])
         # Of the copy: what is verified is what is used.
