@@ -14,6 +14,7 @@ from aiohttp import web
 
 from gateway.admission.gate import Gate
 from gateway.admission.priority import ranked
+from gateway.apis.body_memo import Remembered
 from gateway.apis.codec import Answer
 from gateway.apis.headers import (
     LIMITS,
@@ -49,7 +50,8 @@ MakePrompts = Callable[[WorkerInfo], Awaitable[tuple[Sequence[Prompt], TurnHisto
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request as it came. `request_id` is what the client may know it by; `raw` the body, where it goes on as it is."""
+    """A request as it came. `request_id` is what the client may know it by; `raw` the body, where it goes on as it is; `seen`
+    what of it is known from the request before."""
 
     request: web.Request
     request_id: str
@@ -58,6 +60,7 @@ class Arrival:
     monotonic: float
     caller: Caller
     raw: bytes = b""
+    seen: Remembered | None = None
 
 
 @dataclass(slots=True)

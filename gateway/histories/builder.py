@@ -27,7 +27,7 @@ from gateway.rendering import tool_dict
 from gateway.turn import Turn
 from prefix_cache.hashing import TOKEN_BYTES, pack_tokens, unpack_tokens
 from sessions.continuation import Continuation, Divergence, Path
-from sessions.digests import context_digest, meaning_digest, message_digests, split_reasoning
+from sessions.digests import DIGEST_BYTES, context_digest, meaning_digest, message_digests, split_reasoning
 from sessions.ledger import (
     Generated,
     Ledger,
@@ -73,7 +73,8 @@ class HistoryBuilder:
         kwargs = context_digest(dict(turn.template_kwargs))
         tools = [tool_dict(tool) for tool in turn.tools]
         context = context_digest(self._model.name, kwargs.hex(), tools, self._model.renderer.volatile())
-        return TurnText(message_digests(turn.messages), context, kwargs)
+        known = turn.message_digests
+        return TurnText(known + message_digests(turn.messages[len(known) // DIGEST_BYTES :]), context, kwargs)
 
     def match(
         self, text: TurnText, branches: Sequence[Ledger], root: bytes, messages: Sequence[Mapping[str, Any]]

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import msgspec
 
 from gateway.apis.bodies import fit, unknown_fields
+from gateway.apis.body_memo import Remembered
 from gateway.apis.openai.answer_format import parse_answer_format
 from gateway.apis.openai.messages import Message, normalise
 from gateway.apis.openai.reasoning import ReasoningWish, parse_reasoning
@@ -17,7 +18,8 @@ from gateway.apis.openai.tools import parse_tool_choice, parse_tools
 from gateway.models import ServedModel
 from gateway.rendering import RESERVED_VARIABLES
 from gateway.thinking import exempt_while, shown_while
-from gateway.turn import SessionRef, Turn
+from gateway.turn import SessionRef, Turn, TurnError
+from sessions.digests import message_digests
 from sessions.identity import scoped_salt
 
 _AtLeastOne = Annotated[int, msgspec.Meta(ge=1, le=INT32_MAX)]
@@ -50,11 +52,12 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """How the caller wants the answer written, beyond what it says."""
+    """How the caller wants the answer written, beyond what it says. `message_warnings`: those about single messages."""
 
     include_usage: bool
     logprobs: bool
     return_token_ids: bool
+    message_warnings: tuple[str, ...] = ()
 
 
 def parse_chat(
@@ -65,11 +68,13 @@ def parse_chat(
     request_id: str,
     max_choices: int,
     warnings: list[str],
+    seen: Remembered | None = None,
 ) -> tuple[Turn, ChatOptions]:
-    """The Turn of a body. Adds to `warnings` what was ignored. Raises TurnError 400 that names the field."""
-    fields = fit(body, ChatRequest)
+    """The Turn of a body. Adds to `warnings` what was ignored. `seen`: what is known of its messages from the turn before.
+    Raises TurnError 400 that names the field."""
+    fields, messages, digests, message_warnings = _messages(body, seen)
     warnings.extend(unknown_fields(body, ChatRequest))
-    messages = normalise(fields.messages, warnings)
+    warnings.extend(message_warnings)
     tools = parse_tools(fields.tools, warnings)
     choice = parse_tool_choice(fields.tool_choice, fields.parallel_tool_calls, tools, fields.max_tool_calls)
     if fields.top_logprobs is not None and fields.top_logprobs > 0 and not fields.logprobs:
@@ -112,13 +117,35 @@ def parse_chat(
         template_kwargs=template_kwargs,
         thinking=thinking,
         warnings=tuple(warnings),
+        message_digests=digests,
     )
     options = ChatOptions(
         include_usage=bool(fields.stream_options and fields.stream_options.include_usage),
         logprobs=bool(fields.logprobs),
         return_token_ids=bool(fields.return_token_ids),
+        message_warnings=message_warnings,
     )
     return turn, options
+
+
+def _messages(
+    body: dict[str, Any], seen: Remembered | None
+) -> tuple[ChatRequest, tuple[Mapping[str, Any], ...], bytes, tuple[str, ...]]:
+    """The fields, the messages, their digests (where they are to be remembered), and what is to be said about them."""
+    warnings: list[str] = []
+    known = seen.known if seen is not None else None
+    if seen is not None and known is not None:
+        try:
+            fields = fit({**body, "messages": seen.rest}, ChatRequest)
+            new = normalise(fields.messages, warnings, start=len(known.messages))
+        except TurnError:
+            # Said below of the whole, with the right numbers.
+            warnings.clear()
+        else:
+            return fields, known.messages + new, known.digests + message_digests(new), (*known.warnings, *warnings)
+    fields = fit(body, ChatRequest)
+    messages = normalise(fields.messages, warnings)
+    return fields, messages, message_digests(messages) if seen is not None else b"", tuple(warnings)
 
 
 def _template_kwargs(fields: ChatRequest, wish: ReasoningWish) -> Mapping[str, Any]:
