@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import logging
 import os
@@ -24,7 +25,7 @@ from engine.quantization.names import QUANTIZATIONS
 from engine.server.config import ServerConfig
 from engine.server.listen import Address, ListenError, TCPAddress, UnixAddress
 from offload.codecs import CODECS
-from offload.config import OffloadConfig
+from offload.config import REMOTE_SCHEMES, OffloadConfig
 from offload.errors import TierUnavailable
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -35,9 +36,12 @@ logger = logging.getLogger(__name__)
 
 
 class MemorySize(click.ParamType[int | float]):
-    """Bytes with a unit (8GiB, 500MB), or a share of what is available (0.5, 50%): an int or a float."""
+    """Bytes with a unit (8GiB, 500MB), or a share of what is available (0.5, 50%): an int or a float. `zero`: 0 is one."""
 
     name = "size"
+
+    def __init__(self, *, zero: bool = False) -> None:
+        self._zero = zero
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int | float:
         if isinstance(value, (int, float)):
@@ -46,6 +50,8 @@ class MemorySize(click.ParamType[int | float]):
         if matched is None:
             self.fail(f"{value!r} is no size; write bytes with a unit (8GiB, 500MB) or a share (0.5, 50%).", param, ctx)
         number, percent, unit = float(matched[1]), matched[2], (matched[3] or "").lower()
+        if self._zero and not number:
+            return 0
         if percent or (not unit and number <= 1):
             share = number / 100 if percent else number
             if not 0 < share <= 1:
@@ -146,7 +152,7 @@ def _sim_option(*names: str, **settings: Any) -> Callable[[Callable[..., Any]], 
 @click.option("--num-blocks", type=click.IntRange(1), default=None, help="KV blocks, instead of --kv-memory.")
 @click.option(
     "--host-kv-bytes",
-    type=MemorySize(),
+    type=MemorySize(zero=True),
     default=None,
     help="Shared memory for KV blocks that the pool gives up, for all replicas of the model on this machine together (8GiB).",
 )
@@ -157,7 +163,9 @@ def _sim_option(*names: str, **settings: Any) -> Callable[[Callable[..., Any]], 
     help="Keep KV blocks in this directory too; they outlive the replica.",
 )
 @click.option("--disk-kv-bytes", type=MemorySize(), default=None, help="What this model's blocks may take there. [8GiB]")
-@click.option("--disk-kv-min-free", type=MemorySize(), default=None, help="What is left free on that file system. [1GiB]")
+@click.option(
+    "--disk-kv-min-free", type=MemorySize(zero=True), default=None, help="What is left free on that file system. [1GiB]"
+)
 @click.option(
     "--kv-codec",
     type=click.Choice(CODECS),
@@ -283,6 +291,10 @@ def _check_combinations(ctx: click.Context, options: dict[str, Any]) -> None:
     for name in ("max_body", "host_kv_bytes", "disk_kv_bytes", "disk_kv_min_free", "remote_kv_bytes"):
         if isinstance(options[name], float):
             raise click.UsageError(f"--{name.replace('_', '-')} is a number of bytes, not a share.")
+    if options["remote_kv"] is not None and not options["remote_kv"].startswith(REMOTE_SCHEMES):
+        raise click.UsageError("--remote-kv is the URL of a Redis: redis://HOST:PORT/DB, rediss://... or unix://PATH.")
+    if options["disk_kv_compress"] and importlib.util.find_spec("zstandard") is None:
+        raise click.UsageError("--disk-kv-compress needs the package zstandard: pip install 'turnkeep[zstd]', or leave it off.")
     if options["disk_kv_dir"] is None and (options["disk_kv_bytes"] is not None or options["disk_kv_compress"]):
         raise click.UsageError("Say with --disk-kv-dir where blocks are to be kept.")
     if any(options[name] is not None for name in ("host_kv_bytes", "disk_kv_dir", "remote_kv")):

@@ -1,74 +1,47 @@
-"""Which tokens a step chooses, from which rows of its logits, and what becomes of them."""
+"""Which tokens a step chooses, and what becomes of them."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 
+from engine.choosing_rows import Choosing, rows_of
 from engine.in_flight import InFlight
+from engine.masks import StepMasks
 from engine.meter import Meter
 from engine.output import StepOutput
 from engine.request import MAX_FORCED, Sequence, Status
 from engine.sampling.sampler import SampledToken, Sampler
-from engine.sampling.state import SamplingState
-from engine.scheduler import ScheduledSequence, StepPlan
-from engine.speculation.speculator import Draft
-from grammar.compiler import allocate_bitmask, only_token
+from engine.scheduler import StepPlan
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Choosing:
-    """A sequence that a token is chosen for. `rows` of the logits: behind its known tokens, and behind each guess."""
-
-    sequence: Sequence
-    rows: range
-    draft: Draft | None = None
-
-    @property
-    def drafted(self) -> tuple[int, ...]:
-        return () if self.draft is None else self.draft.tokens
-
-    def states(self) -> list[SamplingState]:
-        """The sampler's memory at each row."""
-        state = self.sequence.sampling
-        return [state, *(state.ahead(self.drafted[:count]) for count in range(1, len(self.rows)))]
-
-
-def rows_of(scheduled: Iterable[ScheduledSequence]) -> list[Choosing]:
-    """Which sequences tokens are chosen for, and from which rows of the logits. The first token of every choice comes from the
-    prompt's last row."""
-    wanted: list[Choosing] = []
-    at = 0
-    for item in scheduled:
-        if not item.samples:
-            continue
-        rows = range(at, at + 1 + item.count - item.known)
-        at = rows.stop
-        if item.sequence.is_trunk:
-            wanted.extend(Choosing(choice, rows) for choice in item.sequence.request.sequences)
-        else:
-            wanted.append(Choosing(item.sequence, rows, item.draft))
-    return wanted
 
 
 class Chooser:
     """Samples what a step chooses, and takes it in."""
 
-    def __init__(self, sampler: Sampler, in_flight: InFlight, meter: Meter, vocab_size: int) -> None:
+    def __init__(self, sampler: Sampler, masks: StepMasks, in_flight: InFlight, meter: Meter) -> None:
         self._sampler = sampler
+        self._masks = masks
         self._in_flight = in_flight
         self._meter = meter
-        self._vocab_size = vocab_size
+        self._wanted: list[Choosing] = []
 
-    def choose(self, plan: StepPlan, logits: torch.Tensor, output: StepOutput) -> None:
+    def begin(self, plan: StepPlan) -> None:
+        """Just before the plan's pass. `choose` or `give_up` must follow."""
+        self._wanted = rows_of(plan.scheduled)
+        self._masks.begin(self._wanted)
+
+    def give_up(self) -> None:
+        """The pass has not come to its end: nothing is chosen."""
+        self._wanted = []
+        self._masks.take()
+
+    def choose(self, logits: torch.Tensor, output: StepOutput) -> None:
         """Samples, and appends what was sampled. The first token of every choice comes from the prompt's last row."""
-        wanted = rows_of(plan.scheduled)
-        bitmask, wanted = self._bitmask(wanted, output)
+        wanted, bitmask = self._allowed(output)
         if not wanted:
             return
         rows = [row for one in wanted for row in one.rows]
@@ -82,6 +55,28 @@ class Chooser:
             tokens = [next(sampled) for _ in one.rows]
             if one.sequence.status is Status.RUNNING:  # a choice that failed has ended its siblings
                 self._take(one, tokens, output)
+        self._force((one.sequence for one in wanted), output)
+
+    def _allowed(self, output: StepOutput) -> tuple[list[Choosing], torch.Tensor | None]:
+        """Who goes on, and what the grammars allow, int32 [R, ceil(V / 32)], or None without any. A request whose grammar
+        breaks fails."""
+        wanted, self._wanted = self._wanted, []
+        filled = self._masks.take()
+        for index, error in filled.broken.items():
+            request = wanted[index].sequence.request
+            logger.error("request %s: its grammar failed", request.request_id, exc_info=error)
+            self._in_flight.fail(request, "grammar_error", f"The grammar failed: {error or type(error).__name__}", output)
+        bitmask = filled.bitmask
+        if filled.broken and bitmask is not None:
+            kept: list[int] = []
+            at = 0
+            for one in wanted:
+                if one.sequence.status is not Status.FINISHED:
+                    kept.extend(range(at, at + len(one.rows)))
+                at += len(one.rows)
+            bitmask = bitmask[kept]
+            wanted = [one for one in wanted if one.sequence.status is not Status.FINISHED]
+        return wanted, bitmask
 
     def _take(self, one: Choosing, tokens: list[SampledToken], output: StepOutput) -> None:
         """Appends what was sampled: the guesses that came true, and the first token that was not guessed."""
@@ -98,60 +93,17 @@ class Chooser:
             self._meter.totals.accepted_tokens += came_true
             if sequence.draft_length is not None:
                 sequence.draft_length.verified(len(drafted), came_true)
-        if sequence.status is Status.RUNNING:
-            self._force(sequence, output)
 
-    def _force(self, sequence: Sequence, output: StepOutput) -> None:
-        """Appends the tokens that the grammar leaves no choice about. Only logprobs need a pass for what is known anyhow."""
-        if sequence.matcher is None or sequence.request.params.logprobs is not None:
-            return
+    def _force(self, sequences: Iterable[Sequence], output: StepOutput) -> None:
+        """Appends the tokens that grammars leave no choice about. Only logprobs need a pass for what is known anyhow."""
+        asked = [one for one in sequences if one.matcher is not None and one.request.params.logprobs is None]
         for _ in range(MAX_FORCED):
-            mask = allocate_bitmask(1, self._vocab_size)
-            try:
-                sequence.matcher.fill_bitmask(mask, 0)
-            except Exception as error:  # noqa: BLE001 - fails this request alone, when its next token is chosen
-                sequence.broken = error
+            asked = [sequence for sequence in asked if sequence.status is Status.RUNNING]
+            if not asked:
                 return
-            token_id = only_token(mask[0])
-            if token_id is None:
-                sequence.next_mask = mask[0]
-                return
-            self._meter.totals.forced_tokens += 1
-            self._in_flight.append(sequence, SampledToken(token_id), output)
-            if sequence.status is not Status.RUNNING:
-                return
-
-    def _bitmask(self, wanted: list[Choosing], output: StepOutput) -> tuple[torch.Tensor | None, list[Choosing]]:
-        """What the grammars allow next, int32 [R, ceil(V / 32)], or None without any. A request whose grammar breaks fails and
-        leaves the rows."""
-        if all(one.sequence.matcher is None for one in wanted):
-            return None, wanted
-        bitmask = allocate_bitmask(sum(len(one.rows) for one in wanted), self._vocab_size)
-        at = 0
-        kept: list[int] = []
-        for one in wanted:
-            rows = range(at, at + len(one.rows))
-            at = rows.stop
-            if one.sequence.status is not Status.FINISHED and one.sequence.matcher is not None:
-                self._fill(one, bitmask, rows, output)
-            if one.sequence.status is not Status.FINISHED:
-                kept.extend(rows)
-        if len(kept) < at:
-            bitmask = bitmask[kept]
-        return bitmask, [one for one in wanted if one.sequence.status is not Status.FINISHED]
-
-    def _fill(self, one: Choosing, bitmask: torch.Tensor, rows: range, output: StepOutput) -> None:
-        sequence = one.sequence
-        if sequence.broken is None and one.draft is not None and one.draft.masks is not None:
-            bitmask[rows.start : rows.stop] = one.draft.masks
-        elif sequence.next_mask is not None:
-            bitmask[rows.start] = sequence.next_mask
-        elif sequence.matcher is not None:
-            try:
-                if sequence.broken is not None:
-                    raise sequence.broken
-                sequence.matcher.fill_bitmask(bitmask, rows.start)
-            except Exception as error:
-                logger.exception("request %s: its grammar failed", sequence.request.request_id)
-                message = f"The grammar failed: {error or type(error).__name__}"
-                self._in_flight.fail(sequence.request, "grammar_error", message, output)
+            forced = self._masks.ahead(asked)
+            for sequence, token_id in zip(asked, forced, strict=True):
+                if token_id is not None and sequence.status is Status.RUNNING:
+                    self._meter.totals.forced_tokens += 1
+                    self._in_flight.append(sequence, SampledToken(token_id), output)
+            asked = [sequence for sequence, token_id in zip(asked, forced, strict=True) if token_id is not None]

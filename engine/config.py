@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
 from engine.quantization.names import QUANTIZATIONS, QuantizationName
+from engine.session_door import DoorConfig
 from prefix_cache.hashing import DEFAULT_BLOCK_SIZE
 
 DTypeName = Literal["auto", "bfloat16", "float16", "float32"]
@@ -40,7 +41,8 @@ class EngineConfig:
     prefill is spread over several steps, beside which others go on decoding.
 
     policy: fcfs; priority (lower first, ties by arrival); or sessions: turns of sessions that began earlier go first, though
-    none is overtaken by more than `overtakes` requests that came after it. threads: that compute (None: as torch finds).
+    none is overtaken by more than `overtakes` requests that came after it, and sessions that do not fit wait at the door
+    (engine.session_door) unless `door` is None. threads: that compute (None: as torch finds).
     kernels: auto is the fastest that the machine can build, reference is plain torch. graph_batch_sizes: on an NVIDIA GPU, the
     numbers of sequences for which a decode step is captured as a graph, ascending; those beyond `max_num_seqs` are left out,
     and none turns it off.
@@ -65,6 +67,7 @@ class EngineConfig:
     prefix_caching: bool = True
     policy: Policy = "fcfs"
     overtakes: int = 64
+    door: DoorConfig | None = field(default_factory=DoorConfig)
     threads: int | None = None
     kernels: Kernels = "auto"
     graph_batch_sizes: tuple[int, ...] = GRAPH_BATCH_SIZES

@@ -26,6 +26,7 @@ from engine.intake import Intake, Limits
 from engine.kv_bytes import block_shape, device_blocks
 from engine.kv_cache import KVCache
 from engine.kv_layout import KVLayout
+from engine.masks import StepMasks
 from engine.meter import Meter
 from engine.models.registry import LoadedModel
 from engine.offloading import Offloading
@@ -35,6 +36,8 @@ from engine.runner import Runner
 from engine.sampling.sampler import Sampler
 from engine.scheduler import Scheduler, StepPlan
 from engine.session_blocks import SessionBlocks
+from engine.session_door import SessionDoor
+from engine.session_scheduling import DoorFigures, SessionScheduling
 from engine.speculation.speculator import Drafter, Speculator
 from engine.warm_up import warm_up
 from gateway.workers.protocol import (
@@ -47,6 +50,7 @@ from gateway.workers.protocol import (
 from grammar.compiler import GrammarCompiler
 from grammar.detokenizer import Detokenizer
 from offload.config import OffloadConfig
+from offload.estimate import PrefillCost
 from offload.stack import open_tiers
 from prefix_cache.block_pool import BlockPool, IntegrityError
 from prefix_cache.events import DEVICE, KVEvent
@@ -116,17 +120,25 @@ class Engine:
             computed_by = namespace_digest({"namespace": namespace.hex(), "forward": type(forward).__qualname__})
             stack = open_tiers(offload, computed_by, shape, config.model_name or config.model.name)
             self._tiers = Offloading(stack, pool, device_blocks(kv), offload, shape, clock)
+        self._prefill = PrefillCost() if self._tiers is None else self._tiers.prefill
         self._sessions = SessionBlocks(pool, self._tiers, clock=clock)
+        self._prefetching = self._sessions.prefetching
         self._cache = KVCache(pool, caching=config.prefix_caching, keep_filled=self._tiers is not None)
         self._scheduler = Scheduler(
             self._cache,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             tiers=self._tiers,
-            speculator=Speculator(config.max_draft_tokens, config.max_draft_batch, spec.vocab_size, drafter),
+            give_way=None if self._prefetching is None else self._prefetching.give_way,
+            speculator=Speculator(config.max_draft_tokens, config.max_draft_batch, drafter),
         )
-        self._in_flight = InFlight(config, self._scheduler, self._cache, self._sessions, self._meter, clock)
-        self._chooser = Chooser(sampler, self._in_flight, self._meter, spec.vocab_size)
+        self._ordering: SessionScheduling | None = None
+        if config.policy == "sessions" and config.prefix_caching and config.door is not None:
+            door = SessionDoor(config.door, self._capacity, self._seconds_of)
+            self._ordering = SessionScheduling(door, self._scheduler, self._sessions, config.block_size, clock)
+        self._in_flight = InFlight(config, self._scheduler, self._cache, self._sessions, self._meter, clock, self._ordering)
+        self._masks = StepMasks(spec.vocab_size, layout.device)
+        self._chooser = Chooser(sampler, self._masks, self._in_flight, self._meter)
         self._intake = Intake(
             limits=Limits(spec.vocab_size, max_model_len, num_blocks, config.block_size, config.max_num_seqs),
             namespace=namespace,
@@ -154,6 +166,11 @@ class Engine:
         """Time spent in the forward pass so far; what a step takes beside it is the engine's own."""
         return self._runner.forward_seconds
 
+    @property
+    def mask_seconds(self) -> float:
+        """What masks have taken of the engine thread's time; what was done beside forward passes is not in it."""
+        return self._masks.seconds
+
     def warm_up(self) -> None:
         """A pass that leaves no trace, before the first request (engine.warm_up). Raises RuntimeError after one was added."""
         if self._in_flight.arrivals:
@@ -172,6 +189,7 @@ class Engine:
 
     def add(self, prepared: Request) -> None:
         """Queues a prepared request. Raises RequestRefused when its id is in use."""
+        self._sessions.arrives(prepared.session)
         self._in_flight.add(prepared)
 
     def abort(self, request_id: str) -> bool:
@@ -184,7 +202,18 @@ class Engine:
         self._cancelling.leaving(request_id)
 
     def has_work(self) -> bool:
-        return self._has_runnable() or self._in_flight.has_over
+        fetching = self._prefetching is not None and self._prefetching.is_due()
+        return self._has_runnable() or self._in_flight.has_over or fetching
+
+    def wakes_in(self) -> float | None:
+        """Seconds after which `has_work` may be True though nothing happens; None: never."""
+        fetching = None if self._prefetching is None else self._prefetching.due_in()
+        return min((wait for wait in (self._door_opens_in(), fetching) if wait is not None), default=None)
+
+    def drain(self) -> None:
+        """Nothing new will come: who waits for others to make room need not any more."""
+        if self._ordering is not None:
+            self._ordering.open()
 
     def on_news(self, callback: Callable[[], None]) -> None:
         """`callback` is called on other threads when what `has_work` and `take_events` say may have changed without a step."""
@@ -199,9 +228,13 @@ class Engine:
         """Runs one batch. What goes wrong in one request fails that request; what goes wrong in the batch fails those in it."""
         output = StepOutput()
         self._in_flight.end_over(output)
+        if self._prefetching is not None:
+            self._prefetching.work()
         if not self._has_runnable():
             return output.chunks
         began = self._clock()
+        if self._ordering is not None:
+            self._ordering.before_step(began, idle=self._is_idle())
         plan = self._scheduler.schedule(began)
         totals = self._meter.totals
         totals.preemptions += plan.preempted
@@ -209,6 +242,8 @@ class Engine:
             totals.prompt_tokens += request.prompt_tokens
             totals.cached_tokens += request.cached_tokens
             self._sessions.began(request.session, request.sequences[0].digests, request.cached_tokens // self.config.block_size)
+            if self._ordering is not None:
+                self._ordering.began(request)
             output.started(request)
             for sequence, decision in request.ended:
                 output.finished(request, sequence.index, decision)
@@ -220,7 +255,7 @@ class Engine:
         before = totals.generated_tokens
         try:
             logits = self._compute(plan)
-            self._chooser.choose(plan, logits, output)
+            self._chooser.choose(logits, output)
         except ForwardCancelledError:
             return output.chunks  # nothing of it counts, and whoever it was for is dropped before the next step
         except IntegrityError:
@@ -240,19 +275,22 @@ class Engine:
             decoded = max(totals.generated_tokens - before - first, decoded)
         seconds = self._clock() - began
         self._meter.step(prefilled, decoded, seconds)
+        if self._ordering is not None:
+            self._ordering.worked(seconds)
         if self._tiers is not None:
             self._tiers.store(self._cache.take_filled())
-            if prefilled > _MOSTLY * decoded:
-                self._tiers.prefill.took([(item.start, item.count) for item in plan.scheduled if item.is_prefill], seconds)
+        if prefilled > _MOSTLY * decoded:
+            self._prefill.took([(item.start, item.count) for item in plan.scheduled if item.is_prefill], seconds)
         return output.chunks
 
     def stats(self) -> WorkerStats:
         pool, totals = self._cache.pool, self._meter.totals
+        door = DoorFigures() if self._ordering is None else self._ordering.figures()
         return WorkerStats(
             instance=self._info.instance,
             running=len(self._scheduler.running),
-            waiting=len(self._scheduler.waiting),
-            waiting_prompt_tokens=self._scheduler.waiting_tokens,
+            waiting=len(self._scheduler.waiting) + door.held,
+            waiting_prompt_tokens=self._scheduler.waiting_tokens + door.held_tokens,
             num_blocks=pool.num_blocks,
             free_blocks=pool.num_free,
             cached_blocks=pool.num_cached,
@@ -273,6 +311,14 @@ class Engine:
             lost_blocks_total=self._sessions.lost_blocks,
             prefetched_blocks_total=0 if self._tiers is None else self._tiers.prefetched,
             useless_prefetches_total=0 if self._tiers is None else self._tiers.useless_prefetches,
+            fetched_blocks_total=0 if self._prefetching is None else self._prefetching.counts.fetched,
+            useful_fetches_total=0 if self._prefetching is None else self._prefetching.counts.useful,
+            useless_fetches_total=0 if self._prefetching is None else self._prefetching.counts.useless,
+            held=door.held,
+            sessions_in_progress=door.in_progress,
+            sessions_paused=door.paused,
+            held_total=door.held_total,
+            pauses_total=door.pauses_total,
             tiers=() if self._tiers is None else self._tiers.stats(),
         )
 
@@ -292,11 +338,15 @@ class Engine:
 
     def retain(self, hints: Iterable[RetentionHint]) -> None:
         for hint in hints:
-            self._sessions.told(hint)
+            if self._ordering is None or self._ordering.told(hint):
+                self._sessions.told(hint)
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError unless the pool's references are exactly those of the running and loading sequences."""
-        self._cache.check_integrity((*self._scheduler.running, *self._scheduler.loading))
+        """Raises IntegrityError unless the pool's references are exactly those of sequences that run or load and of fetches."""
+        fetched = () if self._prefetching is None else self._prefetching.held
+        self._cache.check_integrity((*self._scheduler.running, *self._scheduler.loading), fetched)
+        if self._ordering is not None:
+            self._ordering.check_integrity()
 
     def clear_cache(self) -> None:
         """Forgets all cached prefixes. Running requests keep what they have."""
@@ -304,13 +354,33 @@ class Engine:
 
     def close(self) -> None:
         """Ends what the grammar compiler keeps running, and leaves the tiers. Idempotent."""
+        if self._prefetching is not None:
+            self._prefetching.close()
+        self._masks.close()
         if self._tiers is not None:
             self._tiers.close()
         if self._grammars is not None:
             self._grammars.close()
 
     def _has_runnable(self) -> bool:
-        return self._scheduler.has_work() or (self._tiers is not None and self._tiers.has_arrived)
+        if self._scheduler.has_work() or (self._tiers is not None and self._tiers.has_arrived):
+            return True
+        return self._door_opens_in() == 0
+
+    def _door_opens_in(self) -> float | None:
+        return None if self._ordering is None else self._ordering.due_in(self._clock(), idle=self._is_idle())
+
+    def _is_idle(self) -> bool:
+        return not (self._scheduler.running or self._scheduler.waiting or self._scheduler.loading)
+
+    def _capacity(self) -> int:
+        """Blocks that device and tiers hold: what the largest does, since what lies below lies above as well at first."""
+        below = 0 if self._tiers is None else self._tiers.capacity
+        return max(self._cache.pool.num_blocks, below)
+
+    def _seconds_of(self, first: int, last: int) -> float:
+        """Seconds of computing these blocks of a sequence, as measured."""
+        return self._prefill.seconds(first * self.config.block_size, (last - first) * self.config.block_size)
 
     def _compute(self, plan: StepPlan) -> torch.Tensor:
         """The logits of the plan's sampling sequences, one row each, in the plan's order."""
@@ -323,9 +393,13 @@ class Engine:
             for row in range(end - 1 - (item.count - item.known), end)
         ]
         copies = [copy for item in plan.scheduled for copy in item.copies]
+        self._chooser.begin(plan)
         self._cancelling.begin(item.sequence.request.request_id for item in plan.scheduled)
         try:
             logits = self._runner.run(batch, rows, copies)
+        except BaseException:
+            self._chooser.give_up()
+            raise
         finally:
             self._cancelling.end()
         for item in plan.scheduled:

@@ -14,6 +14,7 @@ from engine.request import ForbiddenTokenError, Request, Sequence
 from engine.sampling.sampler import SampledToken
 from engine.scheduler import Scheduler
 from engine.session_blocks import SessionBlocks
+from engine.session_scheduling import SessionScheduling
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ class InFlight:
         sessions: SessionBlocks,
         meter: Meter,
         clock: Callable[[], float],
+        ordering: SessionScheduling | None = None,
     ) -> None:
         self.arrivals = 0
         """Requests that were ever added."""
@@ -38,6 +40,7 @@ class InFlight:
         self._sessions = sessions
         self._meter = meter
         self._clock = clock
+        self._ordering = ordering
         self._requests: dict[str, Request] = {}
         self._over: list[Request] = []  # resumed with nothing left to generate: the next step says so
 
@@ -61,6 +64,8 @@ class InFlight:
         self.arrivals += 1
         self._requests[prepared.request_id] = prepared
         self._meter.totals.requests += 1
+        if self._ordering is not None and not self._ordering.arrives(prepared):
+            return
         if not prepared.forked:
             self._scheduler.enqueue(prepared.sequences[0])
         elif prepared.held:
@@ -123,7 +128,9 @@ class InFlight:
         if request.finished:
             del self._requests[request.request_id]
             if self._config.prefix_caching:
-                self._sessions.ended(request.session, request.sequences[0].digests)
+                self._sessions.ended(request.session, request.root, request.sequences[0].digests)
+            if self._ordering is not None:
+                self._ordering.ended(request, request.sequences[0])
             output.done(request, self._clock())
 
     def end_over(self, output: StepOutput) -> None:
@@ -149,3 +156,5 @@ class InFlight:
         del self._requests[request.request_id]
         for sequence in request.sequences:
             self._scheduler.finish(sequence)
+        if self._ordering is not None:
+            self._ordering.ended(request, None)

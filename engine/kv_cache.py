@@ -126,9 +126,11 @@ class KVCache:
         sequence.computed = 0
         sequence.published = 0
 
-    def check_integrity(self, running: Iterable[Sequence]) -> None:
-        """Raises IntegrityError unless the pool's references are exactly those of these sequences."""
-        self.pool.check_integrity(Counter(block for sequence in running for block in sequence.table.blocks))
+    def check_integrity(self, running: Iterable[Sequence], others: Iterable[int] = ()) -> None:
+        """Raises IntegrityError unless the pool's references are exactly those of these sequences, and one each of `others`."""
+        held = Counter(block for sequence in running for block in sequence.table.blocks)
+        held.update(others)
+        self.pool.check_integrity(held)
 
     def _must_copy(self, sequence: Sequence) -> bool:
         index, offset = divmod(sequence.computed, self.pool.block_size)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from engine.request import Sequence as EngineSequence
 from gateway.workers.protocol import TierStats
-from offload.codecs import BlockShape
+from offload.codecs import BlockShape, make_codec
 from offload.config import OffloadConfig
 from offload.device import DeviceBlocks
 from offload.estimate import PrefillCost, split_point
@@ -21,7 +21,7 @@ from offload.stack import TierStack
 from offload.tickets import LoadTicket
 from offload.transfers import Filled, Transfers
 from prefix_cache.block_pool import BlockPool
-from prefix_cache.events import KVEvent
+from prefix_cache.events import DISK, HOST, KVEvent
 from prefix_cache.hashing import BlockHash
 
 _OVERHEAD = 0.002
@@ -62,6 +62,7 @@ class Offloading:
         self.prefill = PrefillCost()
         self.loaded_blocks: dict[str, int] = {}
         self.abandoned_loads = 0
+        self._block_bytes = make_codec(config.codec, shape).encoded_bytes
         self._always = config.load == "always"
         self._stack = stack
         self._pool = pool
@@ -108,6 +109,17 @@ class Offloading:
         ticket = LoadTicket(digests, blocks, min(float(expected), len(blocks) * self._slowest()))
         self._loading[id(sequence)] = _Load(sequence, ticket, first, self._clock())
         self._transfers.load(ticket)
+
+    def reach(self, digests: Sequence[BlockHash]) -> int:
+        """How many of `digests`, counted from the first, can be brought onto the device now, from the fastest tier."""
+        fastest = next((tier for tier in self._stack.tiers if tier.is_available), None)
+        return 0 if fastest is None else fastest.prefix(digests)
+
+    def fetch(self, digests: Sequence[BlockHash], blocks: Sequence[int]) -> LoadTicket:
+        """Begins to copy blocks that nobody waits for yet."""
+        ticket = LoadTicket(digests, blocks, 0.0)
+        self._transfers.fetch(ticket)
+        return ticket
 
     def cancel(self, sequence: EngineSequence) -> None:
         """Calls the load of a sequence off: when this returns its blocks are not written to any more."""
@@ -175,6 +187,13 @@ class Offloading:
     def useless_prefetches(self) -> int:
         """Those of them that nobody asked for in time."""
         return self._transfers.counts.useless
+
+    @property
+    def capacity(self) -> int:
+        """Blocks that the largest tier of this machine that can be used now holds; how much of a remote one is ours nobody
+        knows."""
+        usable = {tier.name for tier in self._stack.tiers if tier.is_available and tier.name in (HOST, DISK)}
+        return max((tier.max_bytes // self._block_bytes for tier in self.stats() if tier.name in usable), default=0)
 
     def take_events(self) -> list[KVEvent]:
         """What has changed in the tiers."""

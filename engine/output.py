@@ -16,6 +16,7 @@ class StepOutput:
 
     def __init__(self) -> None:
         self.chunks: list[Addressed] = []
+        self._tokens: dict[tuple[str, int], int] = {}  # where the tokens of a choice stand
 
     def started(self, request: Request) -> None:
         """The request left the queue."""
@@ -23,17 +24,18 @@ class StepOutput:
         self._say(request, Started(request.prompt_tokens, request.cached_tokens, queued))
 
     def token(self, request: Request, index: int, sampled: SampledToken) -> None:
-        """A new token of a choice. Those that come one after the other in a step travel together."""
+        """A new token of a choice. Those of one step travel together."""
         logprobs: tuple[TokenLogprob, ...] = ()
         if request.params.logprobs is not None and sampled.logprob is not None:
             logprobs = (TokenLogprob(sampled.token_id, sampled.logprob, sampled.top),)
-        if self.chunks:
-            request_id, last = self.chunks[-1]
-            if request_id == request.request_id and isinstance(last, Tokens) and last.index == index:
-                together = Tokens((*last.token_ids, sampled.token_id), index, (*last.logprobs, *logprobs))
-                self.chunks[-1] = (request_id, together)
-                return
-        self._say(request, Tokens((sampled.token_id,), index, logprobs))
+        place = self._tokens.setdefault((request.request_id, index), len(self.chunks))
+        if place == len(self.chunks):
+            self._say(request, Tokens((sampled.token_id,), index, logprobs))
+            return
+        request_id, before = self.chunks[place]
+        if isinstance(before, Tokens):
+            together = Tokens((*before.token_ids, sampled.token_id), index, (*before.logprobs, *logprobs))
+            self.chunks[place] = (request_id, together)
 
     def finished(self, request: Request, index: int, decision: StopDecision) -> None:
         """The end of a choice."""

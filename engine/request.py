@@ -42,8 +42,9 @@ class Sequence:
 
     `digests` names the full blocks of what is known so far (empty without prefix caching), `published` of them were given to
     the pool. `matcher` stands after `output` in the grammar. The first `resumed` tokens of `output` were generated on another
-    worker. `next_mask`: what the grammar allows after `output`, int32 [ceil(V / 32)], where it has been asked; `history` and
-    `draft_length` belong to speculation. `broken`: what went wrong in the grammar between two tokens.
+    worker. `next_mask`: what the grammar allows after `output`, int32 [ceil(V / 32)], where it has been asked; `slow_mask`: the
+    last one took long. `history` and `draft_length` belong to speculation. `broken`: what went wrong in the grammar between two
+    tokens.
     """
 
     request: Request
@@ -59,6 +60,7 @@ class Sequence:
     published: int = 0
     resumed: int = 0
     next_mask: torch.Tensor | None = None
+    slow_mask: bool = False
     history: History | None = None
     draft_length: DraftLength | None = None
     broken: Exception | None = None

@@ -17,7 +17,7 @@ not run meanwhile, and nobody waits for it but who would need its blocks. Loads 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from engine.kv_cache import BlockCopy, KVCache
@@ -85,12 +85,15 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         tiers: Offloading | None = None,
+        give_way: Callable[[int], bool] | None = None,
         speculator: Speculator | None = None,
     ) -> None:
-        """tiers, speculator: None where there are none."""
+        """tiers, speculator: None where there are none. give_way: tries to free so many blocks that nobody waits for; True when
+        that gave any."""
         self._cache = cache
         self._speculator = speculator
         self._tiers = tiers
+        self._give_way = give_way
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self.waiting: list[Sequence] = []
@@ -107,6 +110,11 @@ class Scheduler:
         sequence.status = Status.WAITING
         insort(self.waiting, sequence, key=_rank)
         self.waiting_tokens += sequence.num_tokens
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """Takes a sequence out of the queue that was never run."""
+        self._dequeue(sequence)
+        sequence.status = Status.UNFORKED
 
     def adopt(self, sequence: Sequence) -> None:
         """Adds a sequence that was forked off a running one; its slot was counted with its trunk."""
@@ -144,6 +152,8 @@ class Scheduler:
         """Schedules a running sequence, preempting others of lower rank as far as it needs their blocks."""
         count = min(sequence.remaining, draft.budget)
         while (copies := self._cache.reserve(sequence, count)) is None:
+            if self._finds_room(self._cache.shortfall(sequence, count)):
+                continue
             victim = self.running[-1]
             if victim is sequence:
                 draft.stalled = True
@@ -186,35 +196,42 @@ class Scheduler:
         # Blocks that running sequences still need for the tokens they have, and one for each choice's next ones: whoever is
         # admitted into those is preempted a few steps later.
         promised = slots + sum(self._cache.shortfall(sequence, sequence.remaining) for sequence in held)
-        while self.waiting and draft.budget > 0:
+        while self.waiting:
             sequence = self.waiting[0]
             if slots + sequence.slots > self._max_num_seqs:
                 break
             found = self._cache.match(sequence)
             needed = self._cache.blocks_for(sequence.num_tokens) - len(found)
-            if needed + promised > self._cache.pool.num_available - self._cache.pool.unreferenced(found):
-                break
+            pool = self._cache.pool
+            if needed + promised > pool.num_available - pool.unreferenced(found):
+                if not self._finds_room(needed + promised - pool.num_available + pool.unreferenced(found)):
+                    break
+                continue
+            loads = 0 if self._tiers is None else self._tiers.plan(sequence, len(found), self._cache.count_to_match(sequence))
+            if not loads and draft.budget <= 0:
+                break  # a load takes none of the step
             self._dequeue(sequence)
             self._cache.attach(sequence, found)
-            if not self._begin_load(sequence, len(found)):
+            if self._tiers is not None and loads:
+                self._begin_load(self._tiers, sequence, loads)
+            else:
                 self._start(sequence, now, started)
                 self._continue(sequence, draft)
             slots += sequence.slots
             promised += sequence.slots + self._cache.shortfall(sequence, sequence.remaining)
         return started
 
-    def _begin_load(self, sequence: Sequence, found: int) -> bool:
-        """True when a tier has more of the sequence, and it is worth loading: it waits for that in a state of its own."""
-        if self._tiers is None:
-            return False
-        count = self._tiers.plan(sequence, found, self._cache.count_to_match(sequence))
-        if not count:
-            return False
+    def _finds_room(self, blocks: int) -> bool:
+        """True when something that nobody waits for has given blocks back, up to `blocks` of them."""
+        return self._give_way is not None and self._give_way(blocks)
+
+    def _begin_load(self, tiers: Offloading, sequence: Sequence, count: int) -> None:
+        """A tier has more of the sequence, and it is worth loading: it waits for that in a state of its own."""
+        first = len(sequence.table)
         self._cache.begin_load(sequence, count)
         sequence.status = Status.LOADING
         self.loading.append(sequence)
-        self._tiers.begin(sequence, found)
-        return True
+        tiers.begin(sequence, first)
 
     def _take_arrived(self, now: float) -> list[Request]:
         started: list[Request] = []

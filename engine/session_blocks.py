@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from engine.intake import session_number
 from engine.offloading import Offloading
+from engine.prefetching import FETCH_AT, Named, Prefetching
 from gateway.workers.protocol import RetentionHint
 from prefix_cache.block_pool import BlockPool
 from prefix_cache.hashing import BlockHash, JoinedDigests, join_digests, split_digests
@@ -22,9 +23,6 @@ MAX_BYTES = 64 << 20
 
 _MAX_SESSIONS = 100_000
 
-_FETCH_AT = 0.5
-"""Of the median time away: half of the sessions are back later than that time, hardly any before half of it."""
-
 
 class SessionBlocks:
     """Belongs to the engine thread. Times are of `clock`."""
@@ -32,6 +30,7 @@ class SessionBlocks:
     def __init__(
         self, pool: BlockPool, tiers: Offloading | None, max_bytes: int = MAX_BYTES, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        self.prefetching = None if tiers is None else Prefetching(pool, tiers, self.names, clock)
         self.lost_blocks = 0
         """Blocks that a session came back for and that nothing had any more."""
         self._pool = pool
@@ -39,6 +38,7 @@ class SessionBlocks:
         self._max_bytes = max_bytes
         self._clock = clock
         self._sessions: OrderedDict[int, bytes] = OrderedDict()
+        self._roots: dict[int, BlockHash] = {}
         self._first_arrivals: OrderedDict[int, int] = OrderedDict()
         self._bytes = 0
 
@@ -54,6 +54,16 @@ class SessionBlocks:
             self._first_arrivals.popitem(last=False)
         return max(first, arrival - overtakes)
 
+    def names(self, session: int) -> Named | None:
+        """The blocks of a session's last turn; None when it is not known."""
+        joined = self._sessions.get(session)
+        return None if joined is None else Named(self._roots[session], JoinedDigests(joined))
+
+    def arrives(self, session: int) -> None:
+        """A turn of the session is here, and will begin when its time comes."""
+        if session and self.prefetching is not None:
+            self.prefetching.arrives(session)
+
     def began(self, session: int, digests: Sequence[BlockHash], held: int) -> None:
         """A turn of the session has begun; the first `held` of its blocks were not computed."""
         joined = self._sessions.get(session)
@@ -61,15 +71,24 @@ class SessionBlocks:
             common = _common(JoinedDigests(joined), digests)
             self.lost_blocks += max(0, common - held)
 
-    def ended(self, session: int, digests: Sequence[BlockHash]) -> None:
-        """A turn of the session has ended, with these blocks."""
+    def ended(self, session: int, root: BlockHash, digests: Sequence[BlockHash]) -> None:
+        """A turn of the session has ended, with these blocks; `root` is the parent of the first."""
         if session:
-            self._bytes -= len(self._sessions.pop(session, b""))
+            self._forget(session)
             joined = self._sessions[session] = join_digests(digests)
+            self._roots[session] = root
             self._bytes += len(joined)
             while self._bytes > self._max_bytes:
-                self._bytes -= len(self._sessions.popitem(last=False)[1])
+                self._forget(next(iter(self._sessions)))
         self._mark(digests, IDLE, 0.0, session)
+
+    def pauses(self, session: int) -> None:
+        """It will be back, but not before others have ended: its blocks go before theirs."""
+        joined = self._sessions.get(session)
+        if joined is not None:
+            self._mark(split_digests(joined), IDLE, 0.0, session)
+        if self.prefetching is not None:
+            self.prefetching.forget(session)
 
     def told(self, hint: RetentionHint) -> None:
         """What a gateway says of a session; of one that is not known it is ignored."""
@@ -84,8 +103,12 @@ class SessionBlocks:
         if hint.state == "prefetch":
             if self._tiers is not None:
                 self._tiers.promote(digests)
+            if self.prefetching is not None:
+                self.prefetching.asked(session)
         elif hint.state == "closed":
-            self._bytes -= len(self._sessions.pop(session))
+            self._forget(session)
+            if self.prefetching is not None:
+                self.prefetching.forget(session)
             self._mark(digests, SUPERSEDED, 0.0, session)
         elif hint.state == "released":
             self._mark(digests, IDLE, 0.0, session)
@@ -94,7 +117,14 @@ class SessionBlocks:
         elif hint.return_p90 is not None:
             self._mark(digests, WAITING, now + hint.return_p90, session)
             if self._tiers is not None and hint.return_p50 is not None:
-                self._tiers.promote_at(now + _FETCH_AT * hint.return_p50, digests)
+                self._tiers.promote_at(now + FETCH_AT * hint.return_p50, digests)
+            if self.prefetching is not None and hint.return_p50 is not None:
+                self.prefetching.waits(session, hint.return_p50, hint.return_p90)
+
+    def _forget(self, session: int) -> None:
+        if session in self._sessions:
+            self._bytes -= len(self._sessions.pop(session))
+            del self._roots[session]
 
     def _mark(self, digests: Sequence[BlockHash], standing: int, expected: float, session: int) -> None:
         self._pool.mark(digests, standing, expected=expected, session=session)

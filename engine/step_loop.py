@@ -42,6 +42,22 @@ class Newsworthy(Protocol):
         """`callback` is called when that may be; from any thread."""
 
 
+@runtime_checkable
+class Timed(Protocol):
+    """A core that may have work to do because time has passed."""
+
+    def wakes_in(self) -> float | None:
+        """Seconds after which to look at it again; None: when something happens."""
+
+
+@runtime_checkable
+class Drainable(Protocol):
+    """A core that goes on differently when it will get no more requests."""
+
+    def drain(self) -> None:
+        """No more will come."""
+
+
 class StepListener(Protocol):
     """What the loop reports. Its methods are called where `deliver` runs the news, in the order things happened."""
 
@@ -98,6 +114,7 @@ class StepLoop:
         self._policy = failures
         self._debug_integrity = debug_integrity
         self._interrupt: Callable[[], None] = core.interrupt if isinstance(core, Interruptible) else _nothing
+        self._wakes_in: Callable[[], float | None] = core.wakes_in if isinstance(core, Timed) else _never
         self._condition = threading.Condition()
         self._commands: list[Callable[[], Any]] = []
         self._stopping = False
@@ -186,6 +203,11 @@ class StepLoop:
         """Passes on what gateways say of sessions."""
         self._core.retain(hints)
 
+    def drain(self) -> None:
+        """Tells the core that no more requests will come."""
+        if isinstance(self._core, Drainable):
+            self._core.drain()
+
     def check_integrity(self) -> None:
         """Checks the core's books."""
         self._core.check_integrity()
@@ -218,7 +240,7 @@ class StepLoop:
             self._core.check_integrity()
         with self._condition:
             while not self._commands and not self._stopping and not self._core.has_work():
-                self._condition.wait()
+                self._condition.wait(self._wakes_in())
             commands, self._commands = self._commands, []
             return None if self._stopping and not commands else commands
 
@@ -292,3 +314,7 @@ class StepLoop:
 
 def _nothing() -> None:
     pass
+
+
+def _never() -> None:
+    return None

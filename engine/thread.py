@@ -256,6 +256,7 @@ class EngineThread:
     async def drain(self, seconds: float) -> bool:
         """Takes no more requests and waits for those in flight. True when all of them ended within `seconds`."""
         self._accepting = False
+        self._steps.post(self._steps.drain)
         try:
             async with asyncio.timeout(seconds):
                 await self._empty.wait()

@@ -289,31 +289,27 @@ class PoolDispatcher:
     ) -> Placement:
         """`resumed_from`: the namespace of the lost worker that began it, so only one that can go on, with the same weights,
         will do. `output`: tokens for which KV is set aside."""
-        members = {
-            member.name: member
-            for member in self.pool.candidates(model, excluded, opaque=opaque)
-            if resumed_from is None or _goes_on(member, resumed_from)
-        }
+        members = self.pool.candidates(model, excluded, opaque=opaque)
+        if resumed_from is not None:
+            members = [member for member in members if _goes_on(member, resumed_from)]
         if not members:
             raise self.pool.none_up(model)
-        info = next(iter(members.values())).info
+        info = members[0].info
         blocks = needed_blocks(tokens, output, info)
         # A worker that has no room left is none to choose, unless none has.
-        full = [name for name, member in members.items() if not self._has_room(member, blocks)]
-        if full and len(full) < len(members):
-            for name in full:
-                del members[name]
+        members = [member for member in members if self._has_room(member, blocks)] or members
         with self._stages.spent("route"):
             route = self.router.route(
                 digests=digests,
                 prompt_tokens=tokens,
                 block_size=info.block_size if info is not None else 1,
                 session=session,
-                loads=[member.load for member in members.values()],
+                loads=[member.load for member in members],
                 request_id=request_id,
                 last_instance=last_instance,
             )
-        member = members[route.receipt.worker]
+        chosen = route.receipt.worker
+        member = next(member for member in members if member.name == chosen)
         return Placement(member, route, member.books.open(tokens, route.receipt.matched_tokens, blocks))
 
     def _retried(self, worker: str) -> None:

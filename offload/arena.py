@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 
 from offload import slot_layout as layout
-from offload.checksum import Bytes, payload_checksum
+from offload.checksum import Bytes, key_salt, payload_checksum
 from offload.errors import TierUnavailable
 from offload.seldom import Seldom
 from offload.slot_table import Place, SlotTable
@@ -56,6 +56,7 @@ class HostArena:
             )
         self._slots: Bytes = np.frombuffer(self.table.memory, dtype=np.uint8, offset=self.table.payload_offset)
         self._slot_bytes = slot_bytes
+        self._salt = key_salt(key)
         self._errors = 0
         self._damage = Seldom(logger)
 
@@ -76,7 +77,7 @@ class HostArena:
             return False
         np.copyto(into, self.slot(place)[: place.length])
         # Of the copy: what is verified is what is used.
-        sound = payload_checksum(into, digest) == place.checksum
+        sound = payload_checksum(into, digest, self._salt) == place.checksum
         if not self.table.is_still(place):
             return False
         if not sound:
@@ -104,7 +105,7 @@ class HostArena:
                     continue
                 target = self.slot(place)[: len(block.payload)]
                 np.copyto(target, block.payload)
-                checksum = payload_checksum(target, block.digest)
+                checksum = payload_checksum(target, block.digest, self._salt)
                 if block.is_intact is None or block.is_intact():
                     written.append((place, len(target), checksum))
                 else:
@@ -151,7 +152,7 @@ class HostArena:
             np.copyto(copy[: place.length], self.slot(place)[: place.length])
             if not self.table.is_still(place):
                 continue
-            if payload_checksum(copy[: place.length], place.digest) == place.checksum:
+            if payload_checksum(copy[: place.length], place.digest, self._salt) == place.checksum:
                 sound += 1
             else:
                 damaged += 1

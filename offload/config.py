@@ -9,6 +9,8 @@ from typing import Literal
 from offload.arena import SHARED_MEMORY
 from offload.codecs import CODECS, CodecName
 
+REMOTE_SCHEMES = ("redis://", "rediss://", "unix://")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadConfig:
@@ -38,6 +40,10 @@ class OffloadConfig:
         for name in ("host_bytes", "disk_bytes", "disk_min_free", "remote_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more.")
+        if self.remote is not None and not self.remote.startswith(REMOTE_SCHEMES):
+            raise ValueError(
+                f"remote is {self.remote.partition('@')[2] or self.remote!r}; write redis://HOST:PORT/DB, rediss://... or unix://PATH."
+            )
         if self.codec not in CODECS:
             raise ValueError(f"codec is {self.codec!r}; it must be one of {', '.join(CODECS)}.")
 

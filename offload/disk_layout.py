@@ -1,8 +1,8 @@
 """What lies where in the directory of the disk tier, and what in it may be removed.
 
-    DIRECTORY/turnkeep-kv-1/KEY/data      the slots, one after the other
-    DIRECTORY/turnkeep-kv-1/KEY/records   the index (offload.disk_records)
-    DIRECTORY/turnkeep-kv-1/KEY/about     what it is, in JSON, for people and `turnkeep cache`
+    DIRECTORY/turnkeep-kv-2/KEY/data      the slots, one after the other
+    DIRECTORY/turnkeep-kv-2/KEY/records   the index (offload.disk_records)
+    DIRECTORY/turnkeep-kv-2/KEY/about     what it is, in JSON, for people and `turnkeep cache`
 
 KEY names what makes blocks interchangeable: namespace and codec. The number is that of the format: what has another one is
 never opened.
@@ -22,7 +22,7 @@ from offload.shared_locks import ByteLocks
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 _PREFIX = "turnkeep-kv-"
 
 _USERS = 1024

@@ -21,7 +21,7 @@ import numpy as np
 from offload import disk_layout
 from offload import slot_layout as layout
 from offload.arena import SHARED_MEMORY
-from offload.checksum import Bytes, payload_checksum
+from offload.checksum import Bytes, key_salt, payload_checksum
 from offload.disk_layout import FORMAT, About, InUse
 from offload.disk_records import EMPTY, RECORD_BYTES, pack_record, read_records
 from offload.errors import TierUnavailable
@@ -70,6 +70,7 @@ class DiskStore:
         self._files = Files() if files is None else files
         self._min_free = min_free
         self._slot_bytes = -(-block_bytes // _PAGE) * _PAGE
+        self._salt = key_salt(key)
         self._unsynced = 0
         self._checked = time.monotonic()
         self._errors = 0
@@ -148,7 +149,7 @@ class DiskStore:
         count = self._files.read_into(self._data, target, place.slot * self._slot_bytes)
         if not self.table.is_still(place):
             return 0
-        if count < place.length or payload_checksum(target, digest) != place.checksum:
+        if count < place.length or payload_checksum(target, digest, self._salt) != place.checksum:
             self._heal(place)
             return 0
         self.table.touch((place,))
@@ -188,7 +189,7 @@ class DiskStore:
                 self._files.write(self._data, block.payload, place.slot * self._slot_bytes)
                 if self._quota is not None:
                     self._give_back_tail(place.slot, len(block.payload))
-                checksum = payload_checksum(block.payload, block.digest)
+                checksum = payload_checksum(block.payload, block.digest, self._salt)
                 if block.is_intact is not None and not block.is_intact():
                     continue
                 written.append((place, len(block.payload), checksum))
@@ -258,7 +259,7 @@ class DiskStore:
             count = self._files.read_into(self._data, target, place.slot * self._slot_bytes)
             if not self.table.is_still(place):
                 continue
-            if count == place.length and payload_checksum(target, place.digest) == place.checksum:
+            if count == place.length and payload_checksum(target, place.digest, self._salt) == place.checksum:
                 sound += 1
             else:
                 damaged += 1

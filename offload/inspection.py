@@ -1,4 +1,4 @@
-"""Tiers as those see them who do not serve: what there is on this machine, without knowing the models it belongs to."""
+"""Tiers as those see them who do not serve: what there is, without knowing the models it belongs to."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -16,9 +17,12 @@ from offload import slot_layout as layout
 from offload.arena import SHARED_MEMORY, HostArena
 from offload.disk_records import RECORD_BYTES, read_records
 from offload.disk_store import DiskStore
+from offload.errors import TierUnavailable
 from offload.shared_locks import ByteLocks
 from offload.table_file import FIRST_MEMBER, MAX_MEMBERS
 from prefix_cache.events import DISK, HOST
+
+_UNREADABLE = "(damaged, or of another version)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +31,7 @@ class Inspected:
 
     tier: str
     key: str
-    place: Path
+    place: str
     model: str
     codec: str
     blocks: int
@@ -45,14 +49,29 @@ class HeldTier(abc.ABC):
 
     @abc.abstractmethod
     def look(self) -> Inspected:
-        """Changes nothing. Raises OSError."""
+        """Changes nothing. Raises OSError and TierUnavailable."""
+
+    @abc.abstractmethod
+    def verify(self) -> tuple[int, int]:
+        """Reads every block: how many are sound, and how many were not and are gone."""
+
+    @abc.abstractmethod
+    def trim(self, size: int | float) -> tuple[int, int]:
+        """Gives up blocks until they take `size` bytes, or that share of what they take. How many went, and bytes left."""
+
+    def clear(self) -> int:
+        """Gives up everything; how many blocks that was."""
+        return self.trim(0)[0]
+
+
+class HeldTable(HeldTier):
+    """A tier of this machine, which keeps its books in a shared table."""
 
     @abc.abstractmethod
     def _open(self) -> HostArena | DiskStore:
         """As one of its users."""
 
     def verify(self) -> tuple[int, int]:
-        """Reads every block: how many are sound, and how many were not and are gone."""
         tier = self._open()
         try:
             return tier.verify()
@@ -60,7 +79,6 @@ class HeldTier(abc.ABC):
             self._leave(tier)
 
     def trim(self, size: int | float) -> tuple[int, int]:
-        """Gives up blocks until they take `size` bytes, or that share of what they take. How many went, and bytes left."""
         tier = self._open()
         try:
             target = int(size * tier.table.used_bytes) if isinstance(size, float) else size
@@ -69,10 +87,6 @@ class HeldTier(abc.ABC):
         finally:
             self._leave(tier)
 
-    def clear(self) -> int:
-        """Gives up everything; how many blocks that was."""
-        return self.trim(0)[0]
-
     @staticmethod
     def _leave(tier: HostArena | DiskStore) -> None:
         # An arena that nobody uses was left by replicas that were killed: the next one is to find it, unless it is empty.
@@ -80,7 +94,7 @@ class HeldTier(abc.ABC):
         tier.close()
 
 
-class HeldArena(HeldTier):
+class HeldArena(HeldTable):
     """An arena in shared memory."""
 
     tier = HOST
@@ -91,27 +105,39 @@ class HeldArena(HeldTier):
 
     def look(self) -> Inspected:
         with self._path.open("rb") as file:
-            words = struct.unpack("<8Q", file.read(64))
-            slots, slot_bytes = words[layout.H_SLOTS], words[layout.H_SLOT_BYTES]
             in_use = not ByteLocks(file.fileno()).is_range_free(FIRST_MEMBER, MAX_MEMBERS)
-            blocks = used = 0
-            if words[layout.H_MAGIC] == layout.MAGIC:
-                with mmap.mmap(file.fileno(), layout.table_bytes(slots), prot=mmap.PROT_READ) as memory:
-                    content = bytes(memory)
-                columns = layout.SlotColumns(content, slots)
-                blocks = int(np.count_nonzero(columns.state == layout.READY))
-                used = columns.header[layout.H_USED_BYTES]
-        return Inspected(HOST, self.key, self._path, "", "", blocks, used, slots * slot_bytes, in_use, None)
+            words = self._header(file)
+            if words is None:
+                return Inspected(HOST, self.key, str(self._path), _UNREADABLE, "", 0, 0, 0, in_use, None)
+            slots = words[layout.H_SLOTS]
+            with mmap.mmap(file.fileno(), layout.table_bytes(slots), prot=mmap.PROT_READ) as memory:
+                content = bytes(memory)
+        columns = layout.SlotColumns(content, slots)
+        blocks = int(np.count_nonzero(columns.state == layout.READY))
+        used, size = columns.header[layout.H_USED_BYTES], slots * words[layout.H_SLOT_BYTES]
+        return Inspected(HOST, self.key, str(self._path), "", "", blocks, used, size, in_use, None)
 
     def _open(self) -> HostArena:
         with self._path.open("rb") as file:
-            words = struct.unpack("<8Q", file.read(64))
+            words = self._header(file)
+        if words is None:
+            raise TierUnavailable(f"{self._path} is damaged or of another version; remove it when nothing uses it.")
         slot_bytes = words[layout.H_SLOT_BYTES]
-        size = words[layout.H_SLOTS] * slot_bytes
-        return HostArena(bytes.fromhex(self.key), slot_bytes, size, self._path.parent)
+        return HostArena(bytes.fromhex(self.key), slot_bytes, words[layout.H_SLOTS] * slot_bytes, self._path.parent)
+
+    @staticmethod
+    def _header(file: BinaryIO) -> tuple[int, ...] | None:
+        """The first words of a table, None when it is none that this version understands."""
+        head = file.read(64)
+        if len(head) < 64:
+            return None
+        words = struct.unpack("<8Q", head)
+        if words[layout.H_MAGIC] != layout.MAGIC or not 0 < words[layout.H_SLOTS] < 1 << 31:
+            return None
+        return words if os.fstat(file.fileno()).st_size >= layout.table_bytes(words[layout.H_SLOTS]) else None
 
 
-class HeldDisk(HeldTier):
+class HeldDisk(HeldTable):
     """A namespace on disk."""
 
     tier = DISK
@@ -123,11 +149,14 @@ class HeldDisk(HeldTier):
         self.key = place.name
 
     def look(self) -> Inspected:
-        records = list(read_records((self._place / "records").read_bytes()))
+        try:
+            records = list(read_records((self._place / "records").read_bytes()))
+        except FileNotFoundError:
+            records = []
         return Inspected(
             DISK,
             self.key,
-            self._place,
+            str(self._place),
             self._about.model,
             self._about.codec,
             len(records),
@@ -139,7 +168,8 @@ class HeldDisk(HeldTier):
 
     def _open(self) -> DiskStore:
         size = self._about.slot_bytes
-        slots = max(1, (self._place / "records").stat().st_size // RECORD_BYTES)
+        records = self._place / "records"
+        slots = max(1, records.stat().st_size // RECORD_BYTES) if records.exists() else 1
         bound = max(self._about.max_bytes, slots * (size + RECORD_BYTES))
         about = self._about
         return DiskStore(

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-MAGIC = int.from_bytes(b"TKSLOT\x00\x01", "little")
-"""Changes with the layout, so that no process reads a table of another one."""
+MAGIC = int.from_bytes(b"TKSLOT\x00\x02", "little")
+"""Changes with the layout and with what a checksum is of, so that no process reads a table of another version."""
 
 HEADER_BYTES = 4096
 PAGE = 4096

@@ -72,7 +72,8 @@ def open_tiers(config: OffloadConfig, namespace: BlockHash, shape: BlockShape, m
             logger.warning("no disk tier: %s", error)
     if config.remote is not None:
         try:
-            remote = RemoteStore(config.remote, tier_key(namespace, config.codec), encoded, config.remote_bytes)
+            key = tier_key(namespace, config.codec)
+            remote = RemoteStore(config.remote, key, encoded, config.remote_bytes, model=model, codec=config.codec)
             tiers.append(GuardedTier(remote, TransferCost(encoded / _REMOTE_RATE)))
         except TierUnavailable as error:
             logger.warning("no remote tier: %s", error)

@@ -6,6 +6,7 @@ Members hold a lock of their own for as long as they live, so what a dead one ha
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import os
 import struct
@@ -17,6 +18,8 @@ from offload.errors import TierUnavailable
 from offload.shared_locks import ByteLocks, SharedMutex
 from offload.slot_layout import SlotColumns
 from prefix_cache.hashing import BlockHash
+
+logger = logging.getLogger(__name__)
 
 MAX_MEMBERS = 1024
 FIRST_MEMBER = 16
@@ -88,6 +91,8 @@ class TableFile:
         self.payload_offset = table
         size = table + (slots * self._slot_bytes if self._payload else 0)
         if fresh:
+            if known is None and os.fstat(self.descriptor).st_size:
+                logger.warning("%s was written by another version or is damaged, and is not read; it begins anew.", self.path)
             os.ftruncate(self.descriptor, 0)
             os.ftruncate(self.descriptor, size)
             # A page that cannot be had kills the process that touches it, so the memory is asked for first.

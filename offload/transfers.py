@@ -35,6 +35,7 @@ _MAX_WRITES = 65_536
 _MAX_STAGED_BYTES = 64 << 20
 _LOADERS = 2
 _USEFUL_FOR = 600.0
+_WAIT = 0.05
 
 ItemT = TypeVar("ItemT")
 
@@ -89,6 +90,7 @@ class Transfers:
         self._condition = threading.Condition()
         self._closing = False
         self._loads: deque[LoadTicket] = deque()
+        self._fetches: deque[LoadTicket] = deque()
         self._stores: deque[Filled] = deque()
         self._writes: deque[tuple[BlockHash, int, int, Bytes | None]] = deque()
         self._staged = 0
@@ -96,8 +98,10 @@ class Transfers:
         self._promoted: OrderedDict[BlockHash, float] = OrderedDict()
         self._finished: deque[LoadTicket] = deque()
         self._busy = 0
+        self._loading = 0
         work: list[tuple[str, deque[Any], Callable[[_Worker], None]]] = [
             *[("load", self._loads, self._load_next)] * _LOADERS,
+            ("fetch", self._fetches, self._fetch_next),
             ("store", self._stores, self._store_next),
             ("promote", self._promotions, self._promote_next),
             ("write", self._writes, self._write_next),
@@ -115,6 +119,12 @@ class Transfers:
         """Starts a load."""
         with self._condition:
             self._loads.append(ticket)
+            self._condition.notify_all()
+
+    def fetch(self, ticket: LoadTicket) -> None:
+        """Starts a load that nobody waits for yet; it goes on while no other one is under way. `finished` does not name it."""
+        with self._condition:
+            self._fetches.append(ticket)
             self._condition.notify_all()
 
     def store(self, filled: Sequence[Filled]) -> None:
@@ -152,7 +162,7 @@ class Transfers:
         """Waits until nothing is under way. False when that took longer than `timeout` seconds."""
         deadline = time.monotonic() + timeout
         with self._condition:
-            while self._busy or self._loads or self._stores or self._writes or self._promotions:
+            while self._busy or self._loads or self._fetches or self._stores or self._writes or self._promotions:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return False
@@ -191,17 +201,37 @@ class Transfers:
                         self._condition.notify_all()
 
     def _load_next(self, worker: _Worker) -> None:
-        ticket = _take(self._loads)
-        if ticket is None:
-            return
+        with self._condition:
+            ticket = _take(self._loads)
+            if ticket is None:
+                return
+            self._loading += 1
         try:
             self._load(ticket, worker)
         finally:
+            with self._condition:
+                self._loading -= 1
+                self._condition.notify_all()
             ticket.done = True
             self._finished.append(ticket)
             self._on_done()
 
-    def _load(self, ticket: LoadTicket, worker: _Worker) -> None:
+    def _fetch_next(self, worker: _Worker) -> None:
+        ticket = _take(self._fetches)
+        if ticket is None:
+            return
+        try:
+            self._load(ticket, worker, gives_way=True)
+        finally:
+            ticket.done = True
+            self._on_done()
+
+    def _let_loads_pass(self, ticket: LoadTicket) -> None:
+        with self._condition:
+            while (self._loads or self._loading) and not (ticket.cancelled or self._closing):
+                self._condition.wait(_WAIT)
+
+    def _load(self, ticket: LoadTicket, worker: _Worker, *, gives_way: bool = False) -> None:
         ticket.started_at = time.monotonic()
         device, host = self._device, self._host
         if self._below:
@@ -209,6 +239,8 @@ class Transfers:
             if missing:
                 self._below[0].ahead(missing)
         for digest, block in zip(ticket.digests, ticket.blocks, strict=True):
+            if gives_way:
+                self._let_loads_pass(ticket)
             if ticket.cancelled:
                 return
             name = None

@@ -14,7 +14,7 @@ can ever be found again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prefix_cache.events import AllCleared, BlocksRemoved, BlocksStored, KVEvent
 from prefix_cache.eviction import EvictionPolicy, LRUPolicy
@@ -105,13 +105,24 @@ class BlockPool:
         ones do not suffice. Raises PoolExhausted."""
         if count > self.num_available:
             raise PoolExhausted(f"{count} blocks asked for, {self.num_available} of {self.num_blocks} available")
-        blocks = []
+        return self._take(count, self._policy.pop)
+
+    def allocate_spare(self, count: int, expected: float) -> list[int]:
+        """As `allocate`, but at most `count` blocks, and evicting only what is worth less than blocks of a session that is
+        expected back at `expected`."""
+        return self._take(count, lambda: self._policy.pop_below(expected))
+
+    def _take(self, count: int, evict: Callable[[], int | None]) -> list[int]:
+        blocks: list[int] = []
         evicted = []
-        for _ in range(count):
+        while len(blocks) < count:
             if self._free:
                 block = self._free.pop()
             else:
-                block = self._policy.pop()
+                victim = evict()
+                if victim is None:
+                    break
+                block = victim
                 evicted.append(self._forget(block))
             self._references[block] = 1
             self.generations[block] += 1

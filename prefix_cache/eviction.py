@@ -35,6 +35,10 @@ class EvictionPolicy(Protocol):
     def pop(self) -> int:
         """Takes out and returns the block to give up first. Raises KeyError when there is none."""
 
+    def pop_below(self, expected: float) -> int | None:
+        """As `pop`, but only a block that is worth less than those of a session that is expected back at `expected`; None when
+        there is none such. A policy that knows no sessions has none."""
+
     def __len__(self) -> int: ...
 
     def __contains__(self, block: object) -> bool: ...
@@ -70,6 +74,9 @@ class LRUPolicy:
 
     def pop(self) -> int:
         return self._order.popitem(last=False)[0]
+
+    def pop_below(self, expected: float) -> int | None:
+        return None
 
     def __len__(self) -> int:
         return len(self._order)

@@ -84,19 +84,25 @@ class ExpectedUsePolicy:
         self._shared.discard(block)
 
     def pop(self) -> int:
+        block = self.pop_below(float("-inf"))
+        if block is not None:
+            return block
+        for standing in (SHARED, PINNED):
+            if self._lines[standing]:
+                return self._popped(next(iter(self._lines[standing])))
+        raise KeyError("there is no block to give up")
+
+    def pop_below(self, expected: float) -> int | None:
         self._expire()
         for standing in (SUPERSEDED, IDLE):
             if self._lines[standing]:
                 return self._popped(next(iter(self._lines[standing])))
         while self._waiting:
-            _, stamp, block = self._waiting[0]
+            later, stamp, block = self._waiting[0]
             if self._standing.get(block) == WAITING and self._stamps.get(block) == stamp:
-                return self._popped(block)
+                return self._popped(block) if -later > expected else None
             heapq.heappop(self._waiting)
-        for standing in (SHARED, PINNED):
-            if self._lines[standing]:
-                return self._popped(next(iter(self._lines[standing])))
-        raise KeyError("there is no block to give up")
+        return None
 
     def __len__(self) -> int:
         return len(self._standing)

@@ -24,7 +24,7 @@ from itertools import islice
 from prefix_cache.events import AllCleared, BlocksRemoved, BlocksStored, EventBatch, KVMessage, Snapshot
 from prefix_cache.hashing import DIGEST_BYTES, BlockHash
 from prefix_cache.holders import PREDICTED, REMOTE, REPORTED_BITS, SLOT_BITS, STRIDE, TIER_BIT, TIERS, fold, fold_upto
-from prefix_cache.walking import JUMP, WALKED, depth, every, jump, walk
+from prefix_cache.walking import JUMP, WALKED, depth, every, jump, reader, walk
 
 __all__ = ["REMOTE", "TIERS", "Hits", "Outcome", "Position", "Prediction", "ResidencyIndex"]
 
@@ -170,9 +170,10 @@ class ResidencyIndex:
         if not lower:
             return found, {}
         by_tier: list[dict[str, int]] = []
-        find = walk if len(digests) <= self._walked or self._careful_ones else jump
+        walked = len(digests) <= self._walked or bool(self._careful_ones)
         for tier in range(len(TIERS)):
             upto: dict[str, int] = {}
+            find = walk if walked else partial(jump, bits=(2 << tier) - 1)
             find(self._masks, digests, lower, partial(fold_upto, tier=tier), partial(self._note, upto))
             by_tier.append(upto)
         hits: dict[str, Hits] = {}
@@ -193,7 +194,8 @@ class ResidencyIndex:
         slot = self._slots.get(worker)
         if slot is None:
             return True
-        bits, masks = SLOT_BITS << slot.shift, self._masks
+        # What is only expected says nothing of the order in which a cache gives up its blocks.
+        bits, masks = REPORTED_BITS << slot.shift, self._masks
         missing = False
         for digest in digests:
             if not masks.get(digest, 0) & bits:
@@ -327,14 +329,20 @@ class ResidencyIndex:
             return None
         bits, fresh = SLOT_BITS << slot.shift, 1 << slot.shift + PREDICTED
         masks = self._masks
-        added = [digest for digest in self._standing_for(digests, known) if not masks.get(digest, 0) & bits]
+        standing = self._standing_for(digests, known)
+        held = list(map(masks.get, standing))
+        unknown = not any(held)
+        added = standing if unknown else [d for d, mask in zip(standing, held, strict=True) if not (mask or 0) & bits]
         del added[self._max_predicted :]
         if not added:
             return None
         while self._predicted + len(added) > self._max_predicted:
             self.retract(self._settled[0] if self._settled else next(iter(self._open)))
-        for digest in reversed(added):
-            self._put(digest, masks.get(digest, 0) | fresh)
+        if unknown:
+            masks.update(dict.fromkeys(reversed(added), self._interned.setdefault(fresh, fresh)))
+        else:
+            for digest in reversed(added):
+                self._put(digest, masks.get(digest, 0) | fresh)
         if len(masks) > self._bound:
             self._evict()
         prediction = Prediction(slot, added)
@@ -367,11 +375,11 @@ class ResidencyIndex:
         slot = prediction.slot
         if self._names.get(slot.number) is None or self._slots.get(self._names[slot.number]) is not slot:
             return  # Its bits are dead or buried, and its number may belong to another by now.
-        keep = ~(1 << slot.shift + PREDICTED)
+        bit, masks = 1 << slot.shift + PREDICTED, self._masks
         for digest in prediction.digests:
-            mask = self._masks.get(digest, 0)
-            if mask & ~keep:
-                self._put(digest, mask & keep)
+            mask = masks.get(digest, 0)
+            if mask & bit:
+                self._put(digest, mask ^ bit)
 
     def expire(self, now: float) -> None:
         """Ends the predictions whose time has come."""
@@ -382,12 +390,19 @@ class ResidencyIndex:
     # Inside
 
     def _standing_for(self, digests: Sequence[BlockHash], known: int) -> list[BlockHash]:
-        if len(digests) - known <= self._walked:
+        """What is looked at of a prompt after its first `known` blocks: every block where it is walked, else the beginning,
+        which shorter prompts may share, the blocks that are leapt to, and the last."""
+        count = len(digests)
+        if count <= self._walked or (self._careful_ones and count - known <= self._walked):
             return list(digests[known:])
-        head = list(digests[known : max(known, self._walked)])
-        first = max(known, self._walked)
-        leaps = every(digests, JUMP)[-(-first // JUMP) :]
-        return [*head, *leaps, digests[-1]] if (len(digests) - 1) % JUMP else [*head, *leaps]
+        head = list(digests[known : self._walked])
+        first = -(-max(known, self._walked) // JUMP) * JUMP
+        if count - first < JUMP * JUMP:
+            at = reader(digests)
+            leaps = [at(position) for position in range(first, count, JUMP)]
+        else:
+            leaps = list(every(digests, JUMP)[first // JUMP :])
+        return [*head, *leaps, digests[-1]] if (count - 1) % JUMP else [*head, *leaps]
 
     def _open_slot(self, worker: str) -> _Slot:
         if self._free:
@@ -412,18 +427,25 @@ class ResidencyIndex:
             return
         masks, interned = self._masks, self._interned
         bit, reported = 1 << slot.shift + number, REPORTED_BITS << slot.shift
+        not_predicted = ~(1 << slot.shift + PREDICTED)
+        fresh = interned.setdefault(bit, bit)
         blocks = added = 0
         # From the end, so that the end is forgotten first.
         for start in range(len(joined) // DIGEST_BYTES * DIGEST_BYTES - DIGEST_BYTES, -1, -DIGEST_BYTES):
             digest = joined[start : start + DIGEST_BYTES]
-            mask = masks.get(digest, 0)
-            if mask & bit:
-                continue
-            added += 1
-            if not mask & reported:
+            mask = masks.get(digest)
+            if mask is None:
+                masks[digest] = fresh
                 blocks += 1
-            mask |= bit
-            masks[digest] = interned.setdefault(mask, mask)
+            elif mask & bit:
+                continue
+            else:
+                if not mask & reported:
+                    blocks += 1
+                # What is held need not be expected any more.
+                mask = (mask | bit) & not_predicted
+                masks[digest] = interned.setdefault(mask, mask)
+            added += 1
         slot.blocks += blocks
         if number:
             slot.lower += added

@@ -88,7 +88,7 @@ def _forbid(logits: torch.Tensor, bitmask: torch.Tensor) -> None:
         np.copyto(logits.numpy(), np.float32(-np.inf), where=bits == 0)
         return
     shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
-    allowed = (bitmask.to(logits.device).unsqueeze(-1) >> shifts) & 1
+    allowed = (bitmask.to(logits.device, non_blocking=True).unsqueeze(-1) >> shifts) & 1
     logits.masked_fill_(allowed.flatten(1)[:, :vocab_size] == 0, -torch.inf)
 
 

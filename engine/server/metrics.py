@@ -122,6 +122,9 @@ class _StatsCollector(Collector):
             ("event_subscribers", "Open KV event streams.", self._engine.events.subscribers),
             ("requests_loading", "Sequences whose blocks are on their way from a tier.", stats.loading),
             ("waiting_sessions", "Sessions between two turns, by the hints of gateways.", len(self._waiting)),
+            ("requests_held", "Those that wait until sessions in progress leave room for theirs.", stats.held),
+            ("sessions_in_progress", "Sessions whose KV is kept for their next turns.", stats.sessions_in_progress),
+            ("sessions_paused", "Sessions that wait for others to end.", stats.sessions_paused),
             ("event_log_bytes", "KV events kept for replay.", self._engine.events.tail_bytes),
         ):
             yield GaugeMetricFamily(_PREFIX + name, text, value)
@@ -143,6 +146,11 @@ class _StatsCollector(Collector):
             ("lost_blocks", "Blocks that a session came back for and that were computed again.", stats.lost_blocks_total),
             ("prefetched_blocks", "Blocks brought into memory before anybody asked.", stats.prefetched_blocks_total),
             ("useless_prefetches", "Those of them that nobody asked for in ten minutes.", stats.useless_prefetches_total),
+            ("fetched_blocks", "Blocks brought onto the device before their session was back.", stats.fetched_blocks_total),
+            ("useful_fetches", "Those of them that were there when it was.", stats.useful_fetches_total),
+            ("useless_fetches", "Those of them that were not, or whose session did not come.", stats.useless_fetches_total),
+            ("held_requests", "Requests that had to wait for sessions in progress.", stats.held_total),
+            ("session_pauses", "Sessions that had to pause.", stats.pauses_total),
             ("kv_event_batches", "KV event batches published.", self._engine.events.seq),
         ):
             yield CounterMetricFamily(_PREFIX + name, text, value)

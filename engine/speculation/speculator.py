@@ -16,21 +16,17 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
 from engine.request import Sequence
+from engine.speculation.forced_text import ForcedText
 from engine.speculation.lengths import DraftLength
 from engine.speculation.ngrams import History, continuation
-from grammar.compiler import allocate_bitmask
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Tokens that may come next. `masks`: what the grammar allows before each of them and after the last, int32
-    [len(tokens) + 1, ceil(V / 32)]; None without a grammar."""
+    """Tokens that may come next, at least one, all of which the grammar allows."""
 
     tokens: tuple[int, ...]
-    masks: torch.Tensor | None = None
 
 
 class Drafter(Protocol):
@@ -57,11 +53,11 @@ class Speculator:
     """Decides who drafts how much. max_draft_tokens: of one sequence at once; 0: never. max_batch: running sequences beyond
     which nobody drafts, since the pass is then bound by computing and every drafted token takes its time."""
 
-    def __init__(self, max_draft_tokens: int, max_batch: int, vocab_size: int, drafter: Drafter | None = None) -> None:
+    def __init__(self, max_draft_tokens: int, max_batch: int, drafter: Drafter | None = None) -> None:
         self._longest = max_draft_tokens
         self._max_batch = max_batch
-        self._vocab_size = vocab_size
         self._drafter = drafter if drafter is not None else NGramDrafter()
+        self._spelled = ForcedText()
 
     def propose(self, sequence: Sequence, running: int, room: int) -> Draft | None:
         """A draft for a sequence that decodes, of at most `room` tokens. `running`: how many run. The sequence and its grammar
@@ -88,27 +84,19 @@ class Speculator:
         matcher, wanted = sequence.matcher, sequence.draft_length
         if matcher is None or wanted is None or matcher.is_terminated():
             return None
-        forced = matcher.jump()[:limit]
+        forced = self._spelled.tokens(matcher)[:limit]
         guessed = min(limit - len(forced), wanted.next())
         tokens = [*forced, *(self._drafter.draft(sequence, forced, guessed) if guessed > 0 else ())]
         if not tokens:
             return None
-        masks = allocate_bitmask(len(tokens) + 1, self._vocab_size)
-        accepted = 0
+        allowed = 0
         try:
             for token in tokens:
-                matcher.fill_bitmask(masks, accepted)
                 if not matcher.accept(token):
                     break
-                accepted += 1
+                allowed += 1
                 if matcher.is_terminated():
                     break
-            else:
-                matcher.fill_bitmask(masks, accepted)
-                return Draft(tuple(tokens), masks)
-            if matcher.is_terminated():
-                matcher.fill_bitmask(masks, accepted)
         finally:
-            matcher.rollback(accepted)
-        # What the grammar refuses has its row filled already: it is the row after the last token that it took.
-        return Draft(tuple(tokens[:accepted]), masks[: accepted + 1]) if accepted else None
+            matcher.rollback(allowed)
+        return Draft(tuple(tokens[:allowed])) if allowed else None

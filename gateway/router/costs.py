@@ -69,6 +69,10 @@ class Candidate(NamedTuple):
         """Expected until the first token."""
         return self.queue + self.transfer + self.prefill + self.interference
 
+    def estimates(self) -> tuple[float, ...]:
+        """`matched_tokens`, and the seconds in the order of the fields."""
+        return self[1:10]
+
 
 @dataclass(frozen=True, slots=True)
 class Weights:
@@ -84,8 +88,8 @@ def costs(candidates: Sequence[Candidate], home: str | None, weights: Weights) -
     """Seconds for each, with the terms above. `home` None: the session is new."""
     others, evict, spread = weights.opportunity, weights.eviction, weights.spread if home is None else 0.0
     found = [
-        c.queue + c.transfer + c.prefill + c.interference + others * c.others + evict * c.eviction + spread * c.recent_work
-        for c in candidates
+        queue + transfer + prefill + interference + others * lost + evict * eviction + spread * work
+        for _, _, queue, transfer, prefill, interference, lost, eviction, work, _, _, _ in candidates
     ]
     if home is not None:
         for position, candidate in enumerate(candidates):

@@ -21,12 +21,19 @@ from gateway.router.standing import Standing
 from gateway.turn import Receipt, SessionRef
 from prefix_cache.hashing import BlockHash
 from prefix_cache.index import Hits, Prediction, ResidencyIndex
+from prefix_cache.walking import reader
 
 # A turn without a session is recognised by the block its predecessor's prompt ended with. That block lies before the end of
 # what is resident by as many blocks as the predecessor generated; looking further back than this would not pay.
 _MAX_GENERATED_BLOCKS = 512
 
 _STAY = 0.25  # of a prompt's prefill: for what a session is kept at its home when its KV is gone
+
+# A worker that reports a hundred prompts a second says nothing new with most of them, and learning costs more than placing.
+_LEARN_EVERY = 0.1  # seconds
+_LEARNED_AT_ONCE = 64
+
+_REFRESH_EVERY = 0.1  # seconds: workers forget in minutes
 
 _FULL = 0.95  # of a worker's KV memory: from here on a new block costs an old one
 
@@ -62,6 +69,7 @@ class Router:
         self._arrivals = Arrivals(config.spread_half_life)
         self._choices = 0
         self._to_refresh: list[str] = []
+        self._refreshed_at = -math.inf
 
     def route(
         self,
@@ -143,7 +151,7 @@ class Router:
         """A worker has produced this many tokens. Workers that were forgotten stay so."""
         standing = self._standings.get(worker)
         if standing is not None:
-            standing.worked(tokens * standing.coefficients.token, tokens, self.now())
+            standing.generated(tokens, self.now())
 
     def forget(self, worker: str) -> None:
         """A worker is gone. Sessions that lived there are placed anew when they come back."""
@@ -175,9 +183,14 @@ class Router:
     def observed(self, standing: Standing, seen: Observation, apart: bool = True) -> None:
         """A worker has said how long a prompt took. `apart`: at another time than what it said before (Standing.apart)."""
         now = self.now()
+        if now - standing.observed_at < _LEARN_EVERY and standing.estimator.observations >= _LEARNED_AT_ONCE:
+            return
         self._peers.estimator.observe(seen)
         standing.observed(seen, now, apart)
         # What a worker said long ago, or never, gives way to what its peers say now: one worker's turn each time.
+        if now - self._refreshed_at < _REFRESH_EVERY:
+            return
+        self._refreshed_at = now
         names = self._to_refresh or list(self._standings)
         self._to_refresh = names
         other = self._standings.get(names.pop()) if names else None
@@ -299,8 +312,10 @@ class Router:
         if named is not None:
             return self._homes.entry(named, now)
         deepest = max(matches.values(), default=0)
-        for digest in reversed(list(digests[max(deepest - _MAX_GENERATED_BLOCKS, 0) : deepest])):
-            if (tenant, digest) in self._homes and (entry := self._homes.entry((tenant, digest), now)) is not None:
+        digest_at = reader(digests)
+        for position in range(deepest - 1, max(deepest - _MAX_GENERATED_BLOCKS, 0) - 1, -1):
+            key = (tenant, digest_at(position))
+            if key in self._homes and (entry := self._homes.entry(key, now)) is not None:
                 return entry
         return None
 

@@ -20,6 +20,7 @@ _SURE_OF_ALL = 50.0
 # How many times as wrong as its peers' they may be before they count for nothing.
 _WORST_ERROR = 1.5
 _FORGET_AFTER = 300.0
+_GATHERED_FOR = 1.0
 _SERVICE_GAIN = 0.05
 _SERVICE_PRIOR = 2.0
 
@@ -36,7 +37,7 @@ class Standing:
 
     __slots__ = (
         "_alike_error",
-        "_observed_at",
+        "_generated",
         "_own_error",
         "_recent_at",
         "_recent_seconds",
@@ -52,6 +53,7 @@ class Standing:
         "instance",
         "latency_factor",
         "name",
+        "observed_at",
         "occupancy",
         "own",
         "peers",
@@ -85,11 +87,12 @@ class Standing:
         self._way = Deviation(peers.ways)
         self._way_at = now
         self._recent_seconds = self._recent_tokens = 0.0
+        self._generated = 0
         self._recent_at = now
         self._weight = 0.0
         self._speed = Deviation(peers.speeds)
         self._own_error = self._alike_error = 0.0
-        self._observed_at = now
+        self.observed_at = now
         self._seen_until = -math.inf
 
     # How fast it is
@@ -106,18 +109,19 @@ class Standing:
 
     def observed(self, seen: Observation, now: float, apart: bool) -> None:
         """It has reported how long a prompt took; its peers have heard of it."""
-        age = self._age(self._observed_at, now)
-        if seen.seconds > 0:
+        age = self._age(self.observed_at, now)
+        seconds = seen.seconds
+        if seconds > 0:
             alike = self.peers.estimator.coefficients.expected(seen)
-            error = abs(math.log(seen.seconds / (alike * self._speed.factor(age))))
-            own = abs(math.log(seen.seconds / self.estimator.coefficients.expected(seen)))
+            error = abs(math.log(seconds / (alike * self._speed.factor(age))))
+            own = abs(math.log(seconds / self.estimator.coefficients.expected(seen)))
             gain = max(1.0 / (self._weight + 1.0), _ERROR_GAIN)
             self._alike_error += gain * (error - self._alike_error)
             self._own_error += gain * (own - self._own_error)
             if apart:
-                self._speed.add(seen.seconds, alike, age)
+                self._speed.add(seconds, alike, age)
         self._weight = min(self._weight * age + 1.0, _MAX_WEIGHT)
-        self._observed_at = now
+        self.observed_at = now
         self.estimator.observe(seen)
         self.refresh(now)
 
@@ -135,7 +139,7 @@ class Standing:
         not, and differences that are none would send sessions to and fro. A worker that has said nothing for long counts as
         its peers do: one that was slow while it warmed up would get nothing to do any more, and could not show that it is
         not."""
-        age = self._age(self._observed_at, now)
+        age = self._age(self.observed_at, now)
         weight = self._weight * age
         right = _WORST_ERROR - self._own_error / self._alike_error if self._alike_error > 0 else 0.0
         share = max(0.0, min(right, 1.0)) * weight / (weight + _SURE_OF_ALL)
@@ -234,12 +238,22 @@ class Standing:
         self._recent_tokens = self._recent_tokens * decay + tokens
         self._recent_at = max(now, self._recent_at)
 
+    def generated(self, tokens: int, now: float) -> None:
+        """It generated this many. They come by ones and twos, so they are gathered for a moment."""
+        self._generated += tokens
+        if now - self._recent_at > _GATHERED_FOR:
+            self._gather(now)
+
     def recent_work(self, now: float) -> float:
         """Seconds of it, each counting half after the half-life."""
+        if self._generated:
+            self._gather(now)
         return self._recent_seconds * self._decay(now) if self._recent_seconds else 0.0
 
     def turnover(self, kv_tokens: int, now: float) -> float:
         """Seconds after which what is stored there now will be the next to go: its capacity over what it computes a second."""
+        if self._generated:
+            self._gather(now)
         rate = self._recent_tokens * self._decay(now) * math.log(2) / self.half_life
         return kv_tokens / rate if rate > 0 else math.inf
 
@@ -247,6 +261,10 @@ class Standing:
         """A turn has ended, so long after its first token."""
         if 0 <= seconds < math.inf:
             self.service += _SERVICE_GAIN * (seconds - self.service)
+
+    def _gather(self, now: float) -> None:
+        tokens, self._generated = self._generated, 0
+        self.worked(tokens * self.coefficients.token, tokens, now)
 
     def _decay(self, now: float) -> float:
         return math.exp2(-max(now - self._recent_at, 0.0) / self.half_life)

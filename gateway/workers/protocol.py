@@ -318,7 +318,10 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     what it has and takes nothing new. `loading`: sequences whose blocks are on their way from a tier; they count neither as
     running nor as waiting. `lost_blocks`: those that a session came back for and that had to be computed again.
     `prefetched_blocks`: brought from disk into memory before anybody asked; `useless_prefetches`: for which nobody asked within
-    ten minutes.
+    ten minutes. `fetched_blocks`: brought onto the device before their session was back; `useful_fetches` were still there when
+    it was, `useless_fetches` had been given up, or it did not come within ten minutes.
+    `held`: those of `waiting` that wait until sessions in progress leave room for theirs; `sessions_in_progress`,
+    `sessions_paused`: where sessions are scheduled (docs/offload.md).
     """
 
     instance: str
@@ -346,4 +349,12 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     lost_blocks_total: int = 0
     prefetched_blocks_total: int = 0
     useless_prefetches_total: int = 0
+    fetched_blocks_total: int = 0
+    useful_fetches_total: int = 0
+    useless_fetches_total: int = 0
+    held: int = 0
+    sessions_in_progress: int = 0
+    sessions_paused: int = 0
+    held_total: int = 0
+    pauses_total: int = 0
     tiers: tuple[TierStats, ...] = ()

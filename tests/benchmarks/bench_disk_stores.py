@@ -76,7 +76,7 @@ class Lmdb:
             for digest in evict:
                 transaction.delete(digest)
             for block in batch:
-                checksum = payload_checksum(block.payload, block.digest)
+                checksum = payload_checksum(block.payload, block.digest, 0)
                 transaction.put(block.digest, checksum.to_bytes(8, "little") + block.payload.tobytes())
 
     def get(self, digests: list[bytes], into: Bytes) -> int:
@@ -87,7 +87,7 @@ class Lmdb:
                 if value is None:
                     continue
                 np.copyto(into, np.frombuffer(value, dtype=np.uint8)[8:])
-                found += payload_checksum(into, digest) == int.from_bytes(value[:8], "little")
+                found += payload_checksum(into, digest, 0) == int.from_bytes(value[:8], "little")
         return found
 
     def flush(self) -> None:

@@ -5,13 +5,16 @@ import os
 from pathlib import Path
 
 import pytest
+import redis
 from click.testing import CliRunner
 
 from cli import cache
 from offload.arena import HostArena
 from offload.disk_store import DiskStore
 from offload.inspection import held_tiers
+from offload.remote_store import RemoteStore
 from tests.offload.blocks import digest_of, outgoing
+from tests.redis_server import redis_server
 
 KEY = digest_of(1)
 BLOCK = 4096
@@ -53,7 +56,7 @@ def test_it_shows_what_there_is_and_changes_nothing(kept):
 def test_it_finds_damage_and_says_so_with_its_exit_code(kept):
     directory, _, run = kept
     assert "disk " + KEY.hex()[:12] + ": 8 blocks are sound, 0 were damaged" in run("verify")
-    data = directory / "turnkeep-kv-1" / KEY.hex() / "data"
+    data = directory / "turnkeep-kv-2" / KEY.hex() / "data"
     with data.open("r+b") as file:
         file.seek(5000)
         file.write(b"\xff\x00\xff\x00")
@@ -64,7 +67,7 @@ def test_it_finds_damage_and_says_so_with_its_exit_code(kept):
 
 def test_it_trims_to_a_size_or_a_share_and_gives_the_disk_back(kept):
     directory, _, run = kept
-    data = directory / "turnkeep-kv-1" / KEY.hex() / "data"
+    data = directory / "turnkeep-kv-2" / KEY.hex() / "data"
     os.sync()
     before = data.stat().st_blocks
     assert "host" in run("trim", "--to", "50%")
@@ -101,3 +104,85 @@ def test_a_key_that_is_not_there_is_said(kept):
     _, _, run = kept
     assert "There is nothing of that kind" in run("verify", "--key", "ffff", code=1)
     assert "8 blocks" in run("verify", "--key", KEY.hex()[:6])
+
+
+def test_a_file_that_is_no_arena_is_named_and_stops_nobody(kept):
+    _, tables, run = kept
+    broken = tables / f"turnkeep-{os.getuid()}-host-{digest_of(5).hex()}"
+    for content in (b"", b"x" * 40, b"x" * 5000):
+        broken.write_bytes(content)
+        shown = {each["key"]: each for each in json.loads(run("show", "--json"))}
+        assert shown[digest_of(5).hex()]["model"] == "(damaged, or of another version)"
+        assert shown[KEY.hex()]["blocks"] in (8, 10)
+        assert "remove it when nothing uses it." in run("verify", "--key", digest_of(5).hex(), code=1)
+
+
+def test_records_that_are_gone_leave_nothing_to_show(kept):
+    directory, _, run = kept
+    (directory / "turnkeep-kv-2" / KEY.hex() / "records").unlink()
+    assert [each["blocks"] for each in json.loads(run("show", "--json"))] == [10, 0]
+    assert "0 blocks are sound" in run("verify")
+
+
+@pytest.fixture
+def far(kept):
+    """(a client of a Redis with two kinds of blocks in it, its server)."""
+    with redis_server() as server, redis.Redis(port=server.port) as client:
+        assert in_redis(server) == {}
+        for key, count in ((digest_of(1), 10), (digest_of(2), 6)):
+            store = RemoteStore(server.url, key, BLOCK, 16 * (BLOCK + 8), model="tiny", codec="int8")
+            store.refresh()
+            store.store([outgoing(number, BLOCK, depth=number) for number in range(count)])
+            store.close()
+        yield client, server
+
+
+def run_with(server, *arguments, code=0):
+    result = CliRunner().invoke(cache.command, [*arguments, "--remote-kv", server.url])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def in_redis(server):
+    shown = json.loads(run_with(server, "show", "--json"))
+    return {each["key"]: each for each in shown if each["tier"] == "remote"}
+
+
+def test_it_looks_after_redis_too(far):
+    client, server = far
+    one, two = digest_of(1).hex(), digest_of(2).hex()
+    shown = in_redis(server)
+    assert {key: each["blocks"] for key, each in shown.items()} == {one: 10, two: 6}
+    assert shown[one]["used_bytes"] == 10 * (BLOCK + 8)
+    assert shown[one]["max_bytes"] == 16 * (BLOCK + 8)
+    assert (shown[one]["model"], shown[one]["codec"], shown[one]["in_use"]) == ("tiny", "int8", True)
+    assert shown[one]["place"] == f"127.0.0.1:{server.port}/0"
+    assert f"remote {one[:12]}: 10 blocks are sound, 0 were damaged" in run_with(server, "verify", "--key", one)
+    prefix = b"turnkeep:kv:2:{" + one.encode() + b"}:"
+    client.setrange(prefix + digest_of(3), 50, b"\x00\xff\x00")
+    client.delete(prefix + digest_of(4))
+    assert f"remote {one[:12]}: 8 blocks are sound, 1 were damaged and are gone." in run_with(
+        server, "verify", "--key", one, code=1
+    )
+    assert "8 blocks are sound, 0 were damaged" in run_with(server, "verify", "--key", one)
+    assert client.hget(prefix + b"about", "healed") == b"1"
+    run_with(server, "trim", "--to", "50%")
+    assert {key: each["blocks"] for key, each in in_redis(server).items()} == {one: 4, two: 3}
+    run_with(server, "trim", "--to", "5000", "--key", one)
+    assert {key: each["blocks"] for key, each in in_redis(server).items()} == {one: 1, two: 3}
+    run_with(server, "clear", "--yes", "--key", two)
+    assert {key: each["blocks"] for key, each in in_redis(server).items()} == {one: 1, two: 0}
+    assert client.keys(b"turnkeep:kv:2:{" + two.encode() + b"}:*") == [b"turnkeep:kv:2:{" + two.encode() + b"}:about"]
+    # Once nobody uses it, nothing stays.
+    client.hset(b"turnkeep:kv:2:{" + two.encode() + b"}:about", "seen", 1)
+    run_with(server, "clear", "--yes", "--key", two)
+    assert two not in in_redis(server)
+    assert client.keys(b"turnkeep:kv:2:{" + two.encode() + b"}:*") == []
+
+
+@pytest.mark.parametrize("url", ["redis://127.0.0.1:1/0", "nonsense", "http://127.0.0.1"])
+def test_a_redis_that_is_not_there_is_said(kept, url):
+    for command in (["show"], ["verify"], ["trim", "--to", "1GiB"], ["clear", "--yes"]):
+        result = CliRunner().invoke(cache.command, [*command, "--remote-kv", url])
+        assert result.exit_code == 1
+        assert "--remote-kv: " in result.output

@@ -10,6 +10,7 @@ from prefix_cache.block_pool import BlockPool, PoolExhausted
 from prefix_cache.events import AllCleared, BlocksRemoved, BlocksStored
 from prefix_cache.expected_use import ExpectedUsePolicy
 from prefix_cache.hashing import chain_digest, pack_tokens, split_digests
+from prefix_cache.worth import WAITING
 
 ROOT = b"\x00" * 16
 NUM_BLOCKS = 7
@@ -168,6 +169,29 @@ class MarkedPoolMachine(PoolMachine):
         known = sorted(self.visible)
         digests = data.draw(st.lists(st.sampled_from(known), unique=True)) if known else []
         assert self.pool.mark(digests, standing, expected=self.now + away, session=session) == len(digests)
+
+    @rule(target=PoolMachine.sequences, count=st.integers(0, 4), away=st.integers(0, 9))
+    def take_spare(self, count, away):
+        """What is taken for a prefetch: nothing that anybody holds, and nothing that is worth more."""
+        free = self.pool.num_free
+        order = list(self.pool._policy)
+        standings = {block: (self.pool._policy._marks.get(block), self.pool._policy._standing[block]) for block in order}
+        blocks = self.pool.allocate_spare(count, self.now + away)
+        assert len(blocks) <= count
+        assert len(blocks) >= min(count, free)
+        for block in blocks:
+            assert self.held()[block] == 0
+            if block in standings:
+                mark, standing = standings[block]
+                assert standing < WAITING or (standing == WAITING and mark.expected > self.now + away)
+            self.content[block] = None
+        sequence = Sequence()
+        # Each its own holder, as a table may have only one block that is not published.
+        for block in blocks[1:]:
+            self.pool.free([block])
+        sequence.table = blocks[:1]
+        self.live.append(sequence)
+        return sequence
 
     @rule(seconds=st.integers(1, 20))
     def wait(self, seconds):

@@ -73,6 +73,14 @@ class Naive:
         self.forget(block)
         return block
 
+    def pop_below(self, expected):
+        order = self.sequence()
+        if not order:
+            return None
+        standing, later, _ = self.order[order[0]]
+        worth_less = standing < WAITING or (standing == WAITING and -later > expected)
+        return self.pop() if worth_less else None
+
     def forget(self, block):
         self.marks.pop(block, None)
         self.sessions.pop(block, None)
@@ -80,7 +88,7 @@ class Naive:
 
 
 actions = st.tuples(
-    st.sampled_from(["toggle", "toggle", "mark", "mark", "mark", "supersede", "pop", "wait"]),
+    st.sampled_from(["toggle", "toggle", "mark", "mark", "mark", "supersede", "pop", "pop below", "wait"]),
     st.integers(0, BLOCKS - 1),
     st.sampled_from([SUPERSEDED, IDLE, WAITING, WAITING, PINNED]),
     st.integers(0, 40),
@@ -106,6 +114,9 @@ def test_it_is_the_sorted_order(history):
             naive.supersede(block)
         elif what == "pop" and naive.order:
             assert policy.pop() == naive.pop()
+        elif what == "pop below":
+            expected = naive.pop_below(now[0] + away)
+            assert policy.pop_below(now[0] + away) == expected
         elif what == "wait":
             now[0] += away
         assert list(policy) == naive.sequence()

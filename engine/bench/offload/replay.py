@@ -32,6 +32,16 @@ class Outcome:
     cached_tokens: int = 0
     generated_tokens: int = 0
 
+    def took(self, done: Done) -> None:
+        """Adds a turn."""
+        self.prompt_tokens += done.prompt_tokens
+        self.cached_tokens += done.cached_tokens
+        self.generated_tokens += done.completion_tokens
+
+    def completion(self, quantile: float) -> float:
+        """Seconds that a session takes."""
+        return float(np.quantile(self.completions, quantile)) if self.completions else 0.0
+
     @property
     def cached_share(self) -> float:
         """Of the prompts' tokens."""
@@ -83,20 +93,14 @@ async def _replay(engines: Sequence[Engine], sessions: Sequence[Session], gap: f
 
         async def run(number: int, session: Session) -> None:
             first = None
-            for turn, (prompt, output, wait) in enumerate(zip(session.prompts, session.outputs, session.gaps, strict=True)):
+            for turn, wait in enumerate(session.gaps):
                 await asyncio.sleep(wait)
                 first = time.perf_counter() if first is None else first
                 thread = threads[(number + (turn if move else 0)) % len(threads)]
-                name = f"{session.name}-{turn}"
-                request = GenerateRequest(
-                    request_id=name,
-                    packed_token_ids=pack_tokens(prompt),
-                    sampling=SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True),
-                    session=session.name if hints else None,
-                )
+                request = request_of(session, turn, hints=hints)
                 await _turn(thread, request, outcome, later=turn > 0)
                 if hints:
-                    thread.retain([_hint(session.name, name, gap, is_last=turn == len(session.prompts) - 1)])
+                    thread.retain([hint(session.name, request.request_id, gap, is_last=turn == len(session.prompts) - 1)])
             outcome.completions.append(time.perf_counter() - (first or 0.0))
 
         await asyncio.gather(*(run(number, session) for number, session in enumerate(sessions)))
@@ -109,7 +113,17 @@ async def _replay(engines: Sequence[Engine], sessions: Sequence[Session], gap: f
     return outcome
 
 
-def _hint(session: str, request_id: str, gap: float, *, is_last: bool) -> RetentionHint:
+def request_of(session: Session, turn: int, *, hints: bool) -> GenerateRequest:
+    """A turn as a gateway would send it."""
+    return GenerateRequest(
+        request_id=f"{session.name}-{turn}",
+        packed_token_ids=pack_tokens(session.prompts[turn]),
+        sampling=SamplingParams(temperature=0.0, max_tokens=session.outputs[turn], ignore_eos=True),
+        session=session.name if hints else None,
+    )
+
+
+def hint(session: str, request_id: str, gap: float, *, is_last: bool) -> RetentionHint:
     """What a gateway would say at the end of a turn."""
     if is_last:
         return RetentionHint(session=session, request_id=request_id, state="closed")
@@ -127,8 +141,6 @@ async def _turn(thread: EngineThread, request: GenerateRequest, outcome: Outcome
             elif isinstance(chunk, Failed):
                 raise RuntimeError(f"{request.request_id}: {chunk.message}")
             elif isinstance(chunk, Done):
-                outcome.prompt_tokens += chunk.prompt_tokens
-                outcome.cached_tokens += chunk.cached_tokens
-                outcome.generated_tokens += chunk.completion_tokens
+                outcome.took(chunk)
     if later and first is not None:
         outcome.first_tokens.append(first)

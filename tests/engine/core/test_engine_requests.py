@@ -61,8 +61,8 @@ class FakeMatcher:
     def rollback(self, count):
         self.at -= count
 
-    def jump(self):
-        return []
+    def forced_text(self):
+        return ""
 
     def is_terminated(self):
         return self.at == len(self.order)

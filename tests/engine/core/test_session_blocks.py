@@ -1,5 +1,6 @@
 """What a gateway says of sessions decides which of their blocks are there when they come back."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -160,3 +161,51 @@ def test_blocks_that_host_memory_has_given_up_are_stored_again_while_the_device_
     turn(tiered, "other", random_prompt(8, 5))
     assert engine.wait_for_tiers(60)
     settled(tiered, lambda: host.figures().blocks >= 8)
+
+
+@pytest.mark.parametrize("how", ["predicted", "asked"])
+def test_a_session_that_has_lost_its_blocks_has_them_back_on_the_device_before_its_turn(tiered, how):
+    prompt = random_prompt(3, 33)
+    turn(tiered, "s", prompt)
+    expected = tiered.seen.popitem()[1].tokens
+    engine = tiered.engine
+    assert engine.wait_for_tiers(60)
+    engine.clear_cache()
+    engine._runner._kv.fill_(7.0)
+    engine.retain([hint("s", return_p50=0.01, return_p90=50.0) if how == "predicted" else hint("s", state="prefetch")])
+
+    def fetched() -> bool:
+        if engine.has_work():
+            tiered.step()
+        return engine.stats().fetched_blocks_total == 8
+
+    settled(tiered, fetched)
+    assert engine.stats().cached_blocks == 8
+    # The session goes on from there: nothing is loaded any more, and nothing was computed from what lay there before.
+    assert turn(tiered, "s", prompt) == 32
+    assert tiered.seen.popitem()[1].tokens == expected
+    assert engine._tiers.loaded_blocks == {}
+    stats = engine.stats()
+    assert (stats.useful_fetches_total, stats.useless_fetches_total) == (8, 0)
+
+
+def test_a_request_that_needs_the_room_has_it_while_a_fetch_hangs(tiered):
+    prompt = random_prompt(3, 65)
+    turn(tiered, "s", prompt)
+    engine = tiered.engine
+    assert engine.wait_for_tiers(60)
+    engine.clear_cache()
+    entered, let_go = threading.Event(), threading.Event()
+    host, disk = (tier.inner for tier in engine._tiers._stack.tiers)
+    load = disk.load
+    disk.load = lambda digest, into: (entered.set(), let_go.wait(60), load(digest, into))[2]
+    host.table.clear()
+    engine._tiers.reach = lambda digests: len(digests)
+    engine.retain([hint("s", state="prefetch")])
+    settled(tiered, lambda: (engine.has_work() and tiered.step(), entered.is_set())[1])
+    assert engine.stats().free_blocks == 10
+    assert turn(tiered, "", random_prompt(9, 97)) == 0, "25 blocks of 26"
+    let_go.set()
+    assert engine.wait_for_tiers(60)
+    engine.check_integrity()
+    assert turn(tiered, "s", prompt) == 64

@@ -1,0 +1,106 @@
+"""What the router does less often than a turn comes, and that nobody sees it."""
+
+import pytest
+
+from gateway.router.config import RouterConfig
+from gateway.router.costs import Candidate, WorkerLoad
+from gateway.router.receipts import TERMS, Decision
+from gateway.router.router import Router
+from gateway.turn import SessionRef
+from prefix_cache.events import Snapshot
+from prefix_cache.index import ResidencyIndex
+
+
+class Fleet:
+    def __init__(self, workers=1):
+        self.now = 0.0
+        self.index = ResidencyIndex()
+        self.router = Router(RouterConfig(), self.index, lambda: self.now)
+        self.names = [f"w{number}" for number in range(workers)]
+        for name in self.names:
+            self.index.apply(name, Snapshot("i", 0, {}))
+
+    def turn(self, prefill, every):
+        route = self.router.route(
+            digests=[],
+            prompt_tokens=1000,
+            block_size=16,
+            session=SessionRef("t", None),
+            loads=[WorkerLoad(name, max_concurrency=8) for name in self.names],
+        )
+        route.started(0, 0.0)
+        route.computed(0)
+        route.finished(prefill, 0.1)
+        self.now += every
+        return route
+
+
+def test_a_hundred_reports_a_second_cost_what_ten_do_and_change_is_still_followed():
+    fleet = Fleet()
+    for _ in range(1000):
+        fleet.turn(0.1, every=0.01)
+    standing = fleet.router.standings()["w0"]
+    assert 100 <= standing.estimator.observations <= 64 + 110
+    assert standing.coefficients.work(1000, 0) + standing.coefficients.overhead(0, 1000) == pytest.approx(0.1, rel=0.05)
+    for _ in range(4000):
+        fleet.turn(0.4, every=0.01)
+    assert standing.coefficients.work(1000, 0) + standing.coefficients.overhead(0, 1000) == pytest.approx(0.4, rel=0.1)
+
+
+def test_ten_reports_a_second_are_all_learned_from():
+    fleet = Fleet()
+    for _ in range(200):
+        fleet.turn(0.1, every=0.11)
+    assert fleet.router.standings()["w0"].estimator.observations == 200
+
+
+def test_generated_tokens_count_as_work_however_they_come():
+    one, many = Fleet(), Fleet()
+    for fleet in (one, many):
+        fleet.turn(0.1, every=0.0)
+    one.router.generated("w0", 400)
+    for _ in range(400):
+        many.router.generated("w0", 1)
+    recent = [fleet.router.standings()["w0"].recent_work(0.5) for fleet in (one, many)]
+    assert recent[0] == pytest.approx(recent[1])
+    assert recent[0] > 0.0
+    kept = [fleet.router.standings()["w0"].turnover(100_000, 0.5) for fleet in (one, many)]
+    assert kept[0] == pytest.approx(kept[1])
+
+
+def test_generated_tokens_fade_although_nobody_asks():
+    fleet = Fleet()
+    half_life = fleet.router.config.spread_half_life
+    fleet.turn(0.1, every=0.0)
+    before = fleet.router.standings()["w0"].recent_work(0.0)
+    for _ in range(int(10 * half_life)):
+        fleet.now += 1.0
+        fleet.router.generated("w0", 10)
+    steady = 10 * fleet.router.standings()["w0"].coefficients.token * half_life / 0.6931
+    assert fleet.router.standings()["w0"].recent_work(fleet.now) == pytest.approx(steady + before * 2**-10, rel=0.03)
+
+
+def test_a_receipt_shows_the_same_before_and_after_it_is_packed():
+    candidates = [
+        Candidate(name, 32 * number, *(number + 0.125 * k for k in range(8)), 7, 3) for number, name in enumerate("abc")
+    ]
+    decision = Decision(
+        request_id="r",
+        tenant="t",
+        session=None,
+        prompt_tokens=100,
+        policy="prefix",
+        chosen=candidates[1],
+        reason="load",
+        home=None,
+        candidates=candidates,
+        shadow=None,
+    )
+    shown = list(decision.candidates())
+    assert decision.best_other() == candidates[0].seconds
+    assert shown[2] == ("c", 64, {term: getattr(candidates[2], term) for term in TERMS})
+    decision.seal()
+    decision.seal()
+    assert list(decision.candidates()) == shown
+    assert decision.num_candidates == 3
+    assert decision.best_other() is None
