@@ -39,8 +39,8 @@ log.addFilter(_as_remarks)
 
 
 _READ_AHEAD = 2**18
-"""Bytes of a body that wait for its handler, as many as one read of the socket brings: with less, reading stops and begins again
-for every such piece of a long conversation."""
+"""Bytes of a body that wait for its handler, as many as one read of the socket brings: with less, reading stops and begins
+again for every such piece of a long conversation."""
 
 _VANISHED_AFTER = 10.0
 """Seconds later than a client is given up that is there and reads nothing: to the system the two look alike, and it counts from

@@ -41,10 +41,10 @@ class Arrivals:
         self._sources = config.session_sources
         self._memo = BodyMemo(config.http.body_memo_bytes)
 
-    def remember(self, arrival: Arrival, turn: Turn, warnings: tuple[str, ...]) -> None:
-        """Keeps the messages of a turn, and what was said about them, for the one after it."""
+    def remember(self, arrival: Arrival, turn: Turn) -> None:
+        """Keeps what a turn was parsed into for the one after it."""
         if arrival.seen is not None:
-            self._memo.keep(arrival.seen, turn.messages, turn.message_digests, warnings, arrival.body.get("messages"))
+            self._memo.keep(arrival.seen, arrival.body, turn.messages, turn.message_digests)
 
     def tenant(self, request: web.Request) -> str:
         """The tenant whose key the request carries."""

@@ -14,7 +14,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from gateway.turn import TurnError
 
-T = TypeVar("T", bound=msgspec.Struct)
+T = TypeVar("T")
 
 _LISTED_FIELDS = 16
 _MAX_PIECES = 256

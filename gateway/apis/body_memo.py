@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -31,6 +31,8 @@ _PLAIN_HEAD = re.compile(
     rb'[ \t\r\n]*+,)*+[ \t\r\n]*+"messages"[ \t\r\n]*+:[ \t\r\n]*+\[',
     re.DOTALL,
 )
+_TAIL_FACTOR = 4
+"""Tools are held as they came, as they were parsed, and as what the dialect made of them."""
 _MAX_HEAD = 4096
 _MAX_ALIKE = 32
 """Conversations that begin with the same bytes: each is compared."""
@@ -48,36 +50,42 @@ _ARRAY = msgspec.json.Decoder(_Array)
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The beginning of a conversation. `parsed`: its messages as they came; `messages`: as a Turn carries them; `digests`:
-    theirs, joined (sessions.digests); `warnings`: what was said about them."""
+    """The beginning of a conversation. `body`: all that its last turn sent; `messages`: as a Turn carries them; `digests`:
+    theirs, joined (sessions.digests); `warnings`: what was said about them; `frame`: what the dialect made of the rest."""
 
-    parsed: list[Any]
+    body: dict[str, Any]
     messages: tuple[Mapping[str, Any], ...]
     digests: bytes
     warnings: tuple[str, ...]
+    frame: Any
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """`end`: of the last message, in bytes of the body; `digest`: of all before it; `head`: where the array begins."""
+    """`end`: of the last message, in bytes of the body; `digest`: of all before it; `head`: where the array begins; `tail`:
+    what came behind the last message."""
 
     key: _Key
     end: int
     digest: bytes
     head: int
+    tail: bytes
+    text_bytes: int
     nbytes: int
     known: Known
 
 
 @dataclass(slots=True)
 class Remembered:
-    """How a body was parsed, for `BodyMemo.keep`. `known`: None where all of it was parsed now; `rest`: its further
-    messages."""
+    """How a body was parsed. `known`: None where all of it was parsed now; `rest`: its further messages. `frame` is only given
+    where the bodies differ in nothing but messages. Before `BodyMemo.keep`, `frame` and `warnings` are set."""
 
     tenant: str
     raw: bytes
     known: Known | None = None
-    rest: list[Any] | None = None
+    rest: list[Any] = field(default_factory=list)
+    frame: Any = None
+    warnings: tuple[str, ...] = ()
     entry: _Entry | None = None
     end: int = 0
 
@@ -93,43 +101,25 @@ class BodyMemo:
         """Held, estimated."""
 
     def parse(self, tenant: str, raw: bytes) -> tuple[dict[str, Any], Remembered] | None:
-        """The object in a body, and what is to be remembered of it; None for one that must be parsed whole."""
+        """The object in a body, and what is known of it; None for one that must be parsed whole."""
         if len(raw) < _MIN_BYTES or not self._entries:
             return None
         entry = self._find(tenant, raw)
         if entry is None:
             return None
-        head, rest = raw[: entry.head], raw[entry.end :].lstrip(_SPACE)
-        if rest[:1] == b",":
-            short = head + rest[1:]
-        elif rest[:1] == b"]":
-            short = head + rest
-        else:
-            return None
-        try:
-            body = orjson.loads(short)
-        except orjson.JSONDecodeError:
-            return None
-        array = _array_end(short, entry.head)
-        if array is None:
-            return None
-        more = body["messages"]
-        if rest[:1] == b"," and not more:
-            return None  # a comma with nothing behind it
-        if raw.find(b'"messages"', len(raw) - len(short) + array) >= 0:
-            return None  # the name a second time, maybe: then the last counts
-        body["messages"] = entry.known.parsed + more
-        end = len(raw) - len(short) + array
-        return body, Remembered(tenant, raw, entry.known, more, entry, end)
+        if raw.endswith(entry.tail) and len(raw) - len(entry.tail) >= entry.end:
+            found = _between(entry, raw)
+            if found is not None:
+                more, end = found
+                body = {**entry.known.body, "messages": entry.known.body["messages"] + more}
+                return body, Remembered(tenant, raw, entry.known, more, entry.known.frame, entry=entry, end=end)
+        return _behind(entry, tenant, raw)
 
-    def keep(
-        self, seen: Remembered, messages: tuple[Mapping[str, Any], ...], digests: bytes, warnings: tuple[str, ...], parsed: Any
-    ) -> None:
-        """Remembers a body whose messages are in order. `parsed`: all of them as they came."""
-        raw = seen.raw
-        if not self._max_bytes or len(raw) < _MIN_BYTES or not isinstance(parsed, list):
+    def keep(self, seen: Remembered, body: dict[str, Any], messages: tuple[Mapping[str, Any], ...], digests: bytes) -> None:
+        """Remembers a body whose messages are in order."""
+        raw, old = seen.raw, seen.entry
+        if not self._max_bytes or len(raw) < _MIN_BYTES:
             return
-        old = seen.entry
         if old is not None:
             head, end = old.head, seen.end
         else:
@@ -137,34 +127,32 @@ class BodyMemo:
             if found is None:
                 return
             head = found.end()
-            at = _array_end(raw, head)
-            if at is None:
+            last = _array_end(raw, head)
+            if last is None:
                 return
-            end = at
-        # A copy of bytes is not needed for their digest.
-        view = memoryview(raw)
+            end = last
+        view = memoryview(raw)  # a copy is not needed for a digest
         step = _step(end)
         hasher = xxhash.xxh3_128(view[:step])
         key = (seen.tenant, step, hasher.digest())
         hasher.update(view[step:end])
-        start, before = (old.end, old.nbytes) if old is not None else (0, 0)
-        new = raw[start:end]
-        width = 1 if new.isascii() else 4
-        count = len(messages) - (len(seen.known.messages) if seen.known is not None else 0)
-        nbytes = before + len(new) * width + _MESSAGE_BYTES * count
+        start, before = (old.end, old.text_bytes) if old is not None else (0, 0)
+        new, tail = raw[start:end], raw[end:]
+        text_bytes = before + _held(new)
+        nbytes = text_bytes + _MESSAGE_BYTES * len(messages) + _TAIL_FACTOR * _held(tail)
         if old is not None:
             self._drop(old)
-        known = Known(parsed, messages, digests, warnings)
-        entry = _Entry(key, end, hasher.digest(), head, nbytes, known)
+        known = Known(body, messages, digests, seen.warnings, seen.frame)
+        entry = _Entry(key, end, hasher.digest(), head, tail, text_bytes, nbytes, known)
         bucket = self._entries.setdefault(key, {})
-        replaced = bucket.get(entry.digest)
+        replaced = bucket.pop(entry.digest, None)
         if replaced is not None:
             self.bytes -= replaced.nbytes
         bucket[entry.digest] = entry
         self._entries.move_to_end(key)
+        self.bytes += nbytes
         if len(bucket) > _MAX_ALIKE:
             self._drop(next(iter(bucket.values())))
-        self.bytes += nbytes
         while self.bytes > self._max_bytes and self._entries:
             bucket = next(iter(self._entries.values()))
             self._drop(next(iter(bucket.values())))
@@ -207,6 +195,54 @@ def _end(entry: _Entry) -> int:
 
 def _step(length: int) -> int:
     return 1 << (length.bit_length() - 1)
+
+
+def _held(text: bytes) -> int:
+    """Bytes that text takes as a Python string, at most."""
+    return len(text) if text.isascii() else 4 * len(text)
+
+
+def _between(entry: _Entry, raw: bytes) -> tuple[list[Any], int] | None:
+    """The messages that a body has between what is known and the tail that it has had before, and where they end; None where
+    that is no list of messages."""
+    end = len(raw) - len(entry.tail)
+    text = raw[entry.end : end].lstrip(_SPACE)
+    if not text:
+        return [], end
+    if text[:1] != b",":
+        return None
+    try:
+        # Whatever would end the array early cannot be parsed between these brackets.
+        more = orjson.loads(b"[" + text[1:] + b"]")
+    except orjson.JSONDecodeError:
+        return None
+    return (more, end) if more else None
+
+
+def _behind(entry: _Entry, tenant: str, raw: bytes) -> tuple[dict[str, Any], Remembered] | None:
+    """A body whose messages go on from what is known, and of which everything behind them may be new."""
+    head, rest = raw[: entry.head], raw[entry.end :].lstrip(_SPACE)
+    if rest[:1] == b",":
+        short = head + rest[1:]
+    elif rest[:1] == b"]":
+        short = head + rest
+    else:
+        return None
+    try:
+        body = orjson.loads(short)
+    except orjson.JSONDecodeError:
+        return None
+    last = _array_end(short, entry.head)
+    if last is None:
+        return None
+    end = len(raw) - len(short) + last
+    if raw.find(b'"messages"', end) >= 0:
+        return None  # the name a second time, maybe: then the last counts
+    more = body["messages"]
+    if rest[:1] == b"," and not more:
+        return None  # a comma with nothing behind it
+    body["messages"] = entry.known.body["messages"] + more
+    return body, Remembered(tenant, raw, entry.known, more, entry=entry, end=end)
 
 
 def _array_end(raw: bytes, head: int) -> int | None:

@@ -55,7 +55,7 @@ class Arrival:
 
     request: web.Request
     request_id: str
-    body: Mapping[str, Any]
+    body: dict[str, Any]
     wall_clock: float
     monotonic: float
     caller: Caller

@@ -125,7 +125,7 @@ class OpenAIRoutes:
     ) -> tuple[Turn, ChatOptions]:
         with self._pipeline.telemetry.stages.spent("parse"):
             turn, options = parse_chat(
-                dict(arrival.body),
+                arrival.body,
                 model=model,
                 session=session,
                 request_id="chatcmpl-" + secrets.token_hex(16),
@@ -133,7 +133,7 @@ class OpenAIRoutes:
                 warnings=warnings,
                 seen=arrival.seen,
             )
-            self._arrivals.remember(arrival, turn, options.message_warnings)
+            self._arrivals.remember(arrival, turn)
         return turn, options
 
     def _completion_turn(
