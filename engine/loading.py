@@ -18,6 +18,9 @@ from engine.kv_memory import KVBudget, kv_budget
 from engine.measurements import Measurements
 from engine.models.registry import LoadedModel, load_model
 from engine.sampling.sampler import Sampler
+from engine.speculation.draft_loading import load_draft
+from engine.speculation.drafts import Drafter
+from engine.speculation.ngram_drafter import NGramDrafter
 from engine.startup import StartupClock, describe
 from grammar.compiler import GrammarCompiler
 from grammar.detokenizer import Detokenizer
@@ -80,7 +83,24 @@ def load_engine(
     forward = choose_forward(config, model.decoder, cache / "kernels")
     clock.enter("warm_up")
     sampler = Sampler(spec.vocab_size, model.decoder.device, row_chooser(forward))
+    draft = None
+    if config.draft is not None:
+        draft = load_draft(
+            config,
+            config.draft,
+            model,
+            dtype=resolve_dtype(config),
+            kernel_dir=cache / "kernels",
+            cache_dir=cache_dir,
+            report=report,
+        )
     budget = kv_budget(config, model, forward, sampler, Measurements(cache / "measurements"))
+    drafters: list[Drafter] | None = None
+    if draft is not None:
+        budget, draft_blocks = draft.share(budget)
+        draft_model = draft.drafter(draft_blocks, sampler)
+        draft_model.warm_up()
+        drafters = [NGramDrafter(), draft_model]
     max_model_len = _max_model_len(config, model, budget)
     logger.info("%s", budget.describe(config.block_size, max_model_len))
     clock.enter("load")
@@ -95,6 +115,7 @@ def load_engine(
         sampler=sampler,
         grammars=None if tokenizer is None else GrammarCompiler(tokenizer_json, spec.vocab_size, spec.eos_token_ids),
         detokenizer=None if tokenizer is None else Detokenizer(tokenizer),
+        drafters=drafters,
         graph_capture=graph_capture(forward),
         offload=offload,
     )

@@ -176,11 +176,14 @@ class PoolDispatcher:
         info, requests, share = member.info, member.requests, 1 + self._admission.ahead
         if info is None or not requests:
             return True
-        if 0 < info.max_concurrency * share < requests + 1:
-            return False
         used, stats = int(member.books.blocks * member.sharing.factor), member.stats
         if stats is not None:
+            # Turns of sessions in progress pass those that are held there; who may not was held back by admission.
+            requests -= min(stats.held, requests)
+            used -= min(stats.held_blocks, used)
             used = max(used, stats.num_blocks - stats.free_blocks - stats.cached_blocks)
+        if 0 < info.max_concurrency * share < requests + 1:
+            return False
         return info.num_blocks <= 0 or used + blocks <= info.num_blocks * share
 
     async def wait_ready(self, count: int, timeout: float | None = None) -> None:

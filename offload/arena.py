@@ -136,6 +136,7 @@ class HostArena:
             healed=table.counter(layout.H_HEALED),
             reclaimed=table.counter(layout.H_RECLAIMED),
             errors=self._errors,
+            users=table.members,
         )
 
     def check_integrity(self) -> None:

@@ -131,6 +131,11 @@ class SlotTable:
         """What lies in the slots."""
         return self.columns.header[layout.H_USED_BYTES]
 
+    @property
+    def members(self) -> int:
+        """Processes that use it now, this one among them."""
+        return self._file.members
+
     def count(self, state: int = READY) -> int:
         """How many slots are in a state."""
         return int(np.count_nonzero(self.columns.state == state))

@@ -138,6 +138,11 @@ class TableFile:
         descriptor, self.descriptor = self.descriptor, -1
         os.close(descriptor)
 
+    @property
+    def members(self) -> int:
+        """Processes that use it now, this one among them."""
+        return 1 + self._locks.count_held_elsewhere(FIRST_MEMBER, MAX_MEMBERS)
+
     def is_alive(self, member: int) -> bool:
         """True while the process that is this member lives."""
         return member == self.member or self._locks.is_held_elsewhere(FIRST_MEMBER + member)

@@ -8,6 +8,8 @@ them, is the same; so a lookup by digest can never find foreign KV.
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import overload
 
@@ -49,10 +51,13 @@ def pack_tokens(token_ids: TokenIds | Iterable[int]) -> bytes:
     """
     if isinstance(token_ids, np.ndarray):
         return token_ids.astype("<u4", copy=False).tobytes()
-    values = np.fromiter(token_ids, dtype=np.int64)
-    if values.size and (values.min() < 0 or values.max() > 0xFFFFFFFF):
-        raise OverflowError("token ids must lie in [0, 2**32)")
-    return values.astype("<u4").tobytes()
+    try:
+        values = array("I", token_ids)
+    except OverflowError as error:
+        raise OverflowError("token ids must lie in [0, 2**32)") from error
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tobytes()
 
 
 def unpack_tokens(packed: bytes) -> npt.NDArray[np.uint32]:

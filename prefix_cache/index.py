@@ -20,11 +20,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from itertools import islice
+from typing import Protocol
 
 from prefix_cache.events import AllCleared, BlocksRemoved, BlocksStored, EventBatch, KVMessage, Snapshot
 from prefix_cache.hashing import DIGEST_BYTES, BlockHash
 from prefix_cache.holders import PREDICTED, REMOTE, REPORTED_BITS, SLOT_BITS, STRIDE, TIER_BIT, TIERS, fold, fold_upto
-from prefix_cache.walking import JUMP, WALKED, depth, every, jump, reader, walk
+from prefix_cache.walking import JUMP, WALKED, Ends, depth, every, jump, reader, walk
 
 __all__ = ["REMOTE", "TIERS", "Hits", "Outcome", "Position", "Prediction", "ResidencyIndex"]
 
@@ -52,6 +53,13 @@ class Position:
 
     instance: str
     seq: int
+
+
+class HoldsBlocks(Protocol):
+    """`blocks`: remembered of one worker, in whatever tier."""
+
+    @property
+    def blocks(self) -> int: ...
 
 
 @dataclass(slots=True)
@@ -132,6 +140,11 @@ class ResidencyIndex:
         slot = self._slots.get(worker)
         return 0 if slot is None else slot.blocks
 
+    @property
+    def held(self) -> Mapping[str, HoldsBlocks]:
+        """The same of all workers, to be looked at while a decision is made."""
+        return self._slots
+
     def position(self, worker: str) -> Position | None:
         """From where to subscribe again. None: nothing is known of the worker's event stream."""
         slot = self._slots.get(worker)
@@ -151,11 +164,10 @@ class ResidencyIndex:
         Workers that hold nothing of it are absent. Costs one dictionary access for every few dozen blocks, and a few for every
         worker that holds less than another.
         """
-        found: dict[str, int] = {}
-        if digests:
-            find = walk if len(digests) <= self._walked or self._careful_ones else jump
-            find(self._masks, digests, self._live_ones, fold, partial(self._note, found))
-        return found
+        if not digests:
+            return {}
+        find = walk if len(digests) <= self._walked or self._careful_ones else jump
+        return self._by_name(find(self._masks, digests, self._live_ones, fold))
 
     def lookup_tiers(self, digests: Sequence[BlockHash]) -> tuple[dict[str, int], Mapping[str, Hits]]:
         """`lookup`, and for the workers that hold some of that in lower tiers only, how much of it where."""
@@ -172,10 +184,8 @@ class ResidencyIndex:
         by_tier: list[dict[str, int]] = []
         walked = len(digests) <= self._walked or bool(self._careful_ones)
         for tier in range(len(TIERS)):
-            upto: dict[str, int] = {}
             find = walk if walked else partial(jump, bits=(2 << tier) - 1)
-            find(self._masks, digests, lower, partial(fold_upto, tier=tier), partial(self._note, upto))
-            by_tier.append(upto)
+            by_tier.append(self._by_name(find(self._masks, digests, lower, partial(fold_upto, tier=tier))))
         hits: dict[str, Hits] = {}
         for name, reported in by_tier[-1].items():
             device, host, disk = (upto.get(name, 0) for upto in by_tier[:-1])
@@ -499,14 +509,18 @@ class ResidencyIndex:
         else:
             self._masks.pop(digest, None)
 
-    def _note(self, found: dict[str, int], ones: int, count: int) -> None:
-        names = self._names_of.get(ones)
-        if names is None:
-            if len(self._names_of) >= _MAX_NAMED_SETS:
-                self._names_of.clear()
-            names = self._names_of[ones] = tuple(self._names_in(ones))
-        for name in names:
-            found[name] = count
+    def _by_name(self, ends: Ends) -> dict[str, int]:
+        found: dict[str, int] = {}
+        names_of = self._names_of
+        for ones, count in ends:
+            names = names_of.get(ones)
+            if names is None:
+                if len(names_of) >= _MAX_NAMED_SETS:
+                    names_of.clear()
+                names = names_of[ones] = tuple(self._names_in(ones))
+            for name in names:
+                found[name] = count
+        return found
 
     def _names_in(self, ones: int) -> Iterator[str]:
         while ones:

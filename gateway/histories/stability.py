@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from gateway.histories.pieces import Messages, PieceRenderer
 from gateway.rendering import ChatRenderer
@@ -26,8 +25,7 @@ _MAX_NEW = 3
 _TOOL = Tool("zq7tool", "zq7tool", {"type": "object", "properties": {"x": {"type": "string"}}})
 
 
-@dataclass(frozen=True, slots=True)
-class TurnKind:
+class TurnKind(NamedTuple):
     """What distinguishes turns for a template: who spoke before the new messages, the roles of these in order, with those of
     several results once, and whether calls are among them."""
 

@@ -31,7 +31,8 @@ _EQUAL_SHARE = 0.02  # of the lowest cost: what is measured varies by more
 class WorkerLoad:
     """What is known of a candidate's load. `queued_tokens`: prompt tokens to be computed there before a newcomer's, this
     gateway's own among them. `requests`: waiting and running. `kv_tokens`: how many its KV memory holds; 0: not known.
-    `instance`: its own id, which says nothing of its load."""
+    `instance`: its own id, which says nothing of its load. `held_tokens`: prompt tokens that wait there for sessions in
+    progress, so that turns of those pass them."""
 
     name: str
     queued_tokens: float = 0.0
@@ -39,6 +40,7 @@ class WorkerLoad:
     max_concurrency: int = 1
     instance: str = ""
     kv_tokens: int = 0
+    held_tokens: int = 0
 
 
 class Candidate(NamedTuple):

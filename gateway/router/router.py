@@ -29,12 +29,6 @@ _MAX_GENERATED_BLOCKS = 512
 
 _STAY = 0.25  # of a prompt's prefill: for what a session is kept at its home when its KV is gone
 
-# A worker that reports a hundred prompts a second says nothing new with most of them, and learning costs more than placing.
-_LEARN_EVERY = 0.1  # seconds
-_LEARNED_AT_ONCE = 64
-
-_REFRESH_EVERY = 0.1  # seconds: workers forget in minutes
-
 _FULL = 0.95  # of a worker's KV memory: from here on a new block costs an old one
 
 HomeKey = tuple[str, str] | tuple[str, BlockHash]
@@ -69,7 +63,6 @@ class Router:
         self._arrivals = Arrivals(config.spread_half_life)
         self._choices = 0
         self._to_refresh: list[str] = []
-        self._refreshed_at = -math.inf
 
     def route(
         self,
@@ -151,7 +144,7 @@ class Router:
         """A worker has produced this many tokens. Workers that were forgotten stay so."""
         standing = self._standings.get(worker)
         if standing is not None:
-            standing.generated(tokens, self.now())
+            standing.worked(tokens * standing.coefficients.token, tokens, self.now())
 
     def forget(self, worker: str) -> None:
         """A worker is gone. Sessions that lived there are placed anew when they come back."""
@@ -183,14 +176,11 @@ class Router:
     def observed(self, standing: Standing, seen: Observation, apart: bool = True) -> None:
         """A worker has said how long a prompt took. `apart`: at another time than what it said before (Standing.apart)."""
         now = self.now()
-        if now - standing.observed_at < _LEARN_EVERY and standing.estimator.observations >= _LEARNED_AT_ONCE:
+        if not standing.teaches(now):
             return
         self._peers.estimator.observe(seen)
         standing.observed(seen, now, apart)
         # What a worker said long ago, or never, gives way to what its peers say now: one worker's turn each time.
-        if now - self._refreshed_at < _REFRESH_EVERY:
-            return
-        self._refreshed_at = now
         names = self._to_refresh or list(self._standings)
         self._to_refresh = names
         other = self._standings.get(names.pop()) if names else None
@@ -231,7 +221,7 @@ class Router:
         now: float,
     ) -> list[Candidate]:
         # The hot loop of the gateway: with 64 workers each line of it runs 64 times for every request.
-        standings, index_blocks, make = self._standings, self.index.blocks, tuple.__new__
+        standings, held, make = self._standings, self.index.held, tuple.__new__
         arrivals = self._arrivals.rate(now) / len(loads)
         alike, way = self._peers.estimator.coefficients, self._peers.way.seconds
         candidates: list[Candidate] = []
@@ -248,16 +238,19 @@ class Router:
             work = new * (token + pair * (matched + 0.5 * new))
             transfer = _transfer(lower[name], k, matched, block_size) if lower and name in lower else 0.0
             eviction = 0.0
-            if kv_tokens and index_blocks(name) * block_size >= _FULL * kv_tokens:
+            if kv_tokens and name in held and held[name].blocks * block_size >= _FULL * kv_tokens:
                 age = standing.turnover(kv_tokens, now)
                 eviction = new * token * self._reuse.probability(age) if age < math.inf else 0.0
+            queue = standing.queue(load, prompt_tokens, now, token)
+            if load.held_tokens and name == home:
+                queue -= min(queue, load.held_tokens * token)
             candidates.append(
                 make(
                     Candidate,
                     (
                         name,
                         matched,
-                        standing.queue(load, prompt_tokens, now),
+                        queue,
                         transfer,
                         work,
                         (way if standing.latency_factor == 1.0 else standing.latency)

@@ -20,7 +20,9 @@ _SURE_OF_ALL = 50.0
 # How many times as wrong as its peers' they may be before they count for nothing.
 _WORST_ERROR = 1.5
 _FORGET_AFTER = 300.0
-_GATHERED_FOR = 1.0
+# A worker that reports a hundred prompts a second says little new with most of them, and learning costs as much as placing.
+_LESSONS_AT_ONCE = 64.0
+_LESSONS_A_SECOND = 10.0
 _SERVICE_GAIN = 0.05
 _SERVICE_PRIOR = 2.0
 
@@ -37,13 +39,15 @@ class Standing:
 
     __slots__ = (
         "_alike_error",
-        "_generated",
+        "_lessons",
+        "_observed_at",
         "_own_error",
         "_recent_at",
         "_recent_seconds",
         "_recent_tokens",
         "_seen_until",
         "_speed",
+        "_taught_at",
         "_way",
         "_way_at",
         "_weight",
@@ -53,7 +57,6 @@ class Standing:
         "instance",
         "latency_factor",
         "name",
-        "observed_at",
         "occupancy",
         "own",
         "peers",
@@ -87,12 +90,13 @@ class Standing:
         self._way = Deviation(peers.ways)
         self._way_at = now
         self._recent_seconds = self._recent_tokens = 0.0
-        self._generated = 0
         self._recent_at = now
         self._weight = 0.0
         self._speed = Deviation(peers.speeds)
         self._own_error = self._alike_error = 0.0
-        self.observed_at = now
+        self._observed_at = now
+        self._lessons = _LESSONS_AT_ONCE
+        self._taught_at = now
         self._seen_until = -math.inf
 
     # How fast it is
@@ -107,9 +111,17 @@ class Standing:
         """Seconds between here and there: what the first token took beyond what the worker says it did."""
         return self.peers.way.scaled(self.latency_factor)
 
+    def teaches(self, now: float) -> bool:
+        """Whether to learn from what it reports now: from all of it but for a worker that goes on at a high rate."""
+        lessons = min(self._lessons + max(now - self._taught_at, 0.0) * _LESSONS_A_SECOND, _LESSONS_AT_ONCE)
+        self._taught_at = now
+        teaches = lessons >= 1.0
+        self._lessons = lessons - 1.0 if teaches else lessons
+        return teaches
+
     def observed(self, seen: Observation, now: float, apart: bool) -> None:
         """It has reported how long a prompt took; its peers have heard of it."""
-        age = self._age(self.observed_at, now)
+        age = self._age(self._observed_at, now)
         seconds = seen.seconds
         if seconds > 0:
             alike = self.peers.estimator.coefficients.expected(seen)
@@ -121,7 +133,7 @@ class Standing:
             if apart:
                 self._speed.add(seconds, alike, age)
         self._weight = min(self._weight * age + 1.0, _MAX_WEIGHT)
-        self.observed_at = now
+        self._observed_at = now
         self.estimator.observe(seen)
         self.refresh(now)
 
@@ -139,7 +151,7 @@ class Standing:
         not, and differences that are none would send sessions to and fro. A worker that has said nothing for long counts as
         its peers do: one that was slow while it warmed up would get nothing to do any more, and could not show that it is
         not."""
-        age = self._age(self.observed_at, now)
+        age = self._age(self._observed_at, now)
         weight = self._weight * age
         right = _WORST_ERROR - self._own_error / self._alike_error if self._alike_error > 0 else 0.0
         share = max(0.0, min(right, 1.0)) * weight / (weight + _SURE_OF_ALL)
@@ -211,14 +223,14 @@ class Standing:
         if not self.pending:
             self.pending_seconds, self.pending_tokens = 0.0, 0
 
-    def queue(self, load: WorkerLoad, prompt_tokens: int, now: float) -> float:
-        """Seconds until a prompt that comes now is begun."""
+    def queue(self, load: WorkerLoad, prompt_tokens: int, now: float, token: float | None = None) -> float:
+        """Seconds until a prompt that comes now is begun. `token`: its coefficient, where the caller has it at hand."""
         seconds = self.pending_seconds
         if self.pending and now > self.busy_since:
             seconds -= min(now - self.busy_since, next(iter(self.pending)).seconds)
         foreign = load.queued_tokens - self.pending_tokens
         if foreign > 0:
-            seconds += foreign * self.coefficients.token
+            seconds += foreign * (self.coefficients.token if token is None else token)
         beyond = load.requests + 1 - load.max_concurrency
         if beyond > 0:
             seconds += beyond * self.service / load.max_concurrency
@@ -233,27 +245,21 @@ class Standing:
 
     def worked(self, seconds: float, tokens: float, now: float) -> None:
         """It computed this much."""
-        decay = self._decay(now)
-        self._recent_seconds = self._recent_seconds * decay + seconds
-        self._recent_tokens = self._recent_tokens * decay + tokens
-        self._recent_at = max(now, self._recent_at)
-
-    def generated(self, tokens: int, now: float) -> None:
-        """It generated this many. They come by ones and twos, so they are gathered for a moment."""
-        self._generated += tokens
-        if now - self._recent_at > _GATHERED_FOR:
-            self._gather(now)
+        passed = now - self._recent_at
+        if passed > 0.0:
+            decay = math.exp2(-passed / self.half_life)
+            self._recent_seconds *= decay
+            self._recent_tokens *= decay
+            self._recent_at = now
+        self._recent_seconds += seconds
+        self._recent_tokens += tokens
 
     def recent_work(self, now: float) -> float:
         """Seconds of it, each counting half after the half-life."""
-        if self._generated:
-            self._gather(now)
         return self._recent_seconds * self._decay(now) if self._recent_seconds else 0.0
 
     def turnover(self, kv_tokens: int, now: float) -> float:
         """Seconds after which what is stored there now will be the next to go: its capacity over what it computes a second."""
-        if self._generated:
-            self._gather(now)
         rate = self._recent_tokens * self._decay(now) * math.log(2) / self.half_life
         return kv_tokens / rate if rate > 0 else math.inf
 
@@ -261,10 +267,6 @@ class Standing:
         """A turn has ended, so long after its first token."""
         if 0 <= seconds < math.inf:
             self.service += _SERVICE_GAIN * (seconds - self.service)
-
-    def _gather(self, now: float) -> None:
-        tokens, self._generated = self._generated, 0
-        self.worked(tokens * self.coefficients.token, tokens, now)
 
     def _decay(self, now: float) -> float:
         return math.exp2(-max(now - self._recent_at, 0.0) / self.half_life)

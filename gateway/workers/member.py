@@ -143,7 +143,8 @@ class Member:
         if info is None:
             return WorkerLoad(self.name, queued, requests)
         kv_tokens = info.num_blocks * info.block_size
-        return WorkerLoad(self.name, queued, requests, info.max_concurrency, info.instance, kv_tokens)
+        held = 0 if self.stats is None else self.stats.held_prompt_tokens
+        return WorkerLoad(self.name, queued, requests, info.max_concurrency, info.instance, kv_tokens, held)
 
     def heard(self) -> None:
         """A chunk has come: it is alive, whatever its probes do."""

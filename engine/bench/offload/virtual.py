@@ -130,6 +130,7 @@ def replay_virtually(
             else:
                 heapq.heappush(coming, (clock.now + session.gaps[turn + 1], number, turn + 1))
     outcome.seconds = clock.now
+    outcome.held, outcome.pauses = engine.stats().held_total, engine.stats().pauses_total
     return outcome, engine
 
 

@@ -15,6 +15,7 @@ from engine.models.registry import load_model
 from engine.session_door import DoorConfig
 from engine.thread import EngineThread
 from gateway.workers.protocol import RetentionHint
+from offload.config import OffloadConfig
 from prefix_cache.eviction import LRUPolicy
 
 
@@ -192,6 +193,39 @@ async def test_sessions_that_never_come_back_make_room_without_anybody_doing_any
             assert await turn("c", 48) is not None
     finally:
         await thread.close()
+
+
+def test_replicas_that_share_a_tier_have_their_share_of_its_room(model, tmp_path):
+    def tiered(**settings):
+        offload = OffloadConfig(host_bytes=4 << 20, shared_memory=tmp_path, **settings)
+        return make_engine(model, num_blocks=16, policy="sessions", offload=offload, clock=clock)
+
+    clock = VirtualClock()
+    first = tiered()
+    whole = first._capacity()
+    assert whole > 500
+    others = [tiered(), tiered()]
+    clock.now += 2.0
+    assert [engine._capacity() for engine in (first, *others)] == [whole // 3] * 3
+    for engine in others:
+        engine.close()
+    clock.now += 2.0
+    assert first._capacity() == whole
+    first._tiers._stack.tiers[0]._until = float("inf")
+    assert first._capacity() == 16, "a tier that is out of use holds nothing"
+    first.close()
+
+
+def test_more_sessions_than_the_device_holds_go_in_where_the_tier_holds_them(model, tmp_path):
+    offload = OffloadConfig(host_bytes=4 << 20, shared_memory=tmp_path, load="always")
+    driver = make(model, num_blocks=32, offload=offload)
+    for name in "abcdef":
+        add(driver, name, name, random_prompt(ord(name), 100))
+        while driver.engine.has_work() or driver.engine.stats().loading:
+            driver.step()
+        assert driver.seen[name].done is not None
+    assert figures(driver) == (0, 6, 0)
+    driver.engine.close()
 
 
 def sessions_of(count, seed, gap=3.0):

@@ -40,7 +40,7 @@ def test_a_hundred_reports_a_second_cost_what_ten_do_and_change_is_still_followe
     for _ in range(1000):
         fleet.turn(0.1, every=0.01)
     standing = fleet.router.standings()["w0"]
-    assert 100 <= standing.estimator.observations <= 64 + 110
+    assert 64 + 90 <= standing.estimator.observations <= 64 + 110
     assert standing.coefficients.work(1000, 0) + standing.coefficients.overhead(0, 1000) == pytest.approx(0.1, rel=0.05)
     for _ in range(4000):
         fleet.turn(0.4, every=0.01)
@@ -52,32 +52,6 @@ def test_ten_reports_a_second_are_all_learned_from():
     for _ in range(200):
         fleet.turn(0.1, every=0.11)
     assert fleet.router.standings()["w0"].estimator.observations == 200
-
-
-def test_generated_tokens_count_as_work_however_they_come():
-    one, many = Fleet(), Fleet()
-    for fleet in (one, many):
-        fleet.turn(0.1, every=0.0)
-    one.router.generated("w0", 400)
-    for _ in range(400):
-        many.router.generated("w0", 1)
-    recent = [fleet.router.standings()["w0"].recent_work(0.5) for fleet in (one, many)]
-    assert recent[0] == pytest.approx(recent[1])
-    assert recent[0] > 0.0
-    kept = [fleet.router.standings()["w0"].turnover(100_000, 0.5) for fleet in (one, many)]
-    assert kept[0] == pytest.approx(kept[1])
-
-
-def test_generated_tokens_fade_although_nobody_asks():
-    fleet = Fleet()
-    half_life = fleet.router.config.spread_half_life
-    fleet.turn(0.1, every=0.0)
-    before = fleet.router.standings()["w0"].recent_work(0.0)
-    for _ in range(int(10 * half_life)):
-        fleet.now += 1.0
-        fleet.router.generated("w0", 10)
-    steady = 10 * fleet.router.standings()["w0"].coefficients.token * half_life / 0.6931
-    assert fleet.router.standings()["w0"].recent_work(fleet.now) == pytest.approx(steady + before * 2**-10, rel=0.03)
 
 
 def test_a_receipt_shows_the_same_before_and_after_it_is_packed():
