@@ -13,11 +13,12 @@ from offload.codecs import BlockShape, make_codec
 from offload.compression import OVERHEAD, CompressedTier
 from offload.config import OffloadConfig
 from offload.disk_store import DiskStore
-from offload.errors import TierUnavailable
+from offload.errors import TierMisconfigured, TierUnavailable
 from offload.estimate import TransferCost
 from offload.guard import GuardedTier
 from offload.mirror import TierMirror
 from offload.remote_store import RemoteStore
+from offload.reopening import ReopeningTier
 from offload.table_file import remove_abandoned
 from offload.tier import Tier
 from prefix_cache.events import DISK, HOST
@@ -65,11 +66,19 @@ def open_tiers(config: OffloadConfig, namespace: BlockHash, shape: BlockShape, m
         except (TierUnavailable, OSError) as error:
             logger.warning("no host tier: %s", error)
     if config.disk is not None:
+        mirror = TierMirror(None, DISK)
+        disk = ReopeningTier(DISK, lambda: _open_disk(config, namespace, encoded, shape, model, mirror), config.disk_bytes)
+        tries = True
         try:
-            disk = _open_disk(config, namespace, encoded, shape, model, mirrors)
-            tiers.append(GuardedTier(disk, TransferCost(encoded / _DISK_RATE)))
-        except (TierUnavailable, OSError) as error:
+            disk.open()
+        except TierMisconfigured as error:
             logger.warning("no disk tier: %s", error)
+            tries = False
+        except (TierUnavailable, OSError) as error:
+            logger.warning("no disk tier for now: %s It is tried again whenever there is something to keep.", error)
+        if tries:
+            tiers.append(GuardedTier(disk, TransferCost(encoded / _DISK_RATE)))
+            mirrors.append(mirror)
     if config.remote is not None:
         try:
             key = tier_key(namespace, config.codec)
@@ -81,10 +90,10 @@ def open_tiers(config: OffloadConfig, namespace: BlockHash, shape: BlockShape, m
 
 
 def _open_disk(
-    config: OffloadConfig, namespace: BlockHash, encoded: int, shape: BlockShape, model: str, mirrors: list[TierMirror]
+    config: OffloadConfig, namespace: BlockHash, encoded: int, shape: BlockShape, model: str, mirror: TierMirror
 ) -> Tier:
     if config.disk is None:
-        raise TierUnavailable("No directory is given.")
+        raise TierMisconfigured("No directory is given.")
     store = DiskStore(
         config.disk,
         tier_key(namespace, config.codec, config.compress),
@@ -96,8 +105,12 @@ def _open_disk(
         codec=f"{config.codec}+zstd" if config.compress else config.codec,
         tables=config.shared_memory,
     )
-    mirrors.append(TierMirror(store.table, DISK))
-    if not config.compress:
-        return store
-    element = shape.element_bytes if config.codec == "raw" else 1
-    return CompressedTier(store, encoded, element)
+    tier: Tier = store
+    if config.compress:
+        try:
+            tier = CompressedTier(store, encoded, shape.element_bytes if config.codec == "raw" else 1)
+        except TierMisconfigured:
+            store.close()
+            raise
+    mirror.follow(store.table)
+    return tier
