@@ -58,6 +58,13 @@ def _sim_option(*names: str, **settings: Any) -> Callable[[Callable[..., Any]], 
     show_default="turnkeep in the user's cache directory",
     help="Where models are kept. Also TURNKEEP_CACHE_DIR.",
 )
+@click.option(
+    "--known-tools",
+    metavar="DIR|none",
+    default=None,
+    help="Where the grammars of tool lists are remembered, which are compiled again at the next start; none: nowhere. "
+    "[default: grammars in the cache directory]",
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8100, show_default=True, help="TCP port; 0 takes a free one.")
 @click.option("--uds", type=click.Path(path_type=Path), default=None, help="Listen on this unix socket instead.")
@@ -374,9 +381,16 @@ def _real(options: dict[str, Any]) -> Load:
             cache_dir=options["cache_dir"].absolute(),
             clock=StartupClock(seconds_since_launch()),
             offload=_offload(options),
+            known_tools=_known_tools(options["known_tools"], options["cache_dir"].absolute()),
         )
 
     return load
+
+
+def _known_tools(given: str | None, cache: Path) -> Path | None:
+    if given == "none":
+        return None
+    return Path(given).absolute() if given else cache / "grammars"
 
 
 def _offload(options: Mapping[str, Any]) -> OffloadConfig:

@@ -24,6 +24,8 @@ from engine.speculation.ngram_drafter import NGramDrafter
 from engine.startup import StartupClock, describe
 from grammar.compiler import GrammarCompiler
 from grammar.detokenizer import Detokenizer
+from grammar.known_sources import KnownSources
+from grammar.warming import warm_up
 from offload.config import OffloadConfig
 
 logger = logging.getLogger(__name__)
@@ -63,12 +65,14 @@ def load_engine(
     report: Report = silent,
     clock: StartupClock | None = None,
     offload: OffloadConfig | None = None,
+    known_tools: Path | None = None,
 ) -> Engine:
     """Loads the model of a configuration, sizes its KV memory, makes the engine and warms it up. Sets torch's threads if
     configured.
 
     cache_dir: where digests of weight files, built kernels and measurements are kept (default: the user's cache directory).
-    clock: what the start took up to here. offload: the tiers below the device. Raises CheckpointError for a model
+    clock: what the start took up to here. offload: the tiers below the device. known_tools: where grammars of tool lists are
+    remembered, to be compiled in the background at the next start (default: nowhere). Raises CheckpointError for a model
     that cannot be loaded and ConfigError for settings that do not fit it or this machine.
     """
     clock = StartupClock() if clock is None else clock
@@ -106,6 +110,14 @@ def load_engine(
     clock.enter("load")
     tokenizer_json = config.model / "tokenizer.json"
     tokenizer = _tokenizer(tokenizer_json)
+    known = None
+    grammars = None
+    if tokenizer is not None:
+        if known_tools is not None:
+            known = KnownSources(
+                known_tools, tokenizer_json.read_bytes() + repr((spec.vocab_size, spec.eos_token_ids)).encode()
+            )
+        grammars = GrammarCompiler(tokenizer_json, spec.vocab_size, spec.eos_token_ids, known=known)
     engine = Engine(
         config,
         model,
@@ -113,7 +125,7 @@ def load_engine(
         max_model_len=max_model_len,
         forward=forward,
         sampler=sampler,
-        grammars=None if tokenizer is None else GrammarCompiler(tokenizer_json, spec.vocab_size, spec.eos_token_ids),
+        grammars=grammars,
         detokenizer=None if tokenizer is None else Detokenizer(tokenizer),
         drafters=drafters,
         graph_capture=graph_capture(forward),
@@ -121,6 +133,8 @@ def load_engine(
     )
     clock.enter("warm_up")
     engine.warm_up()
+    if grammars is not None and known is not None:
+        warm_up(grammars, known.all())
     seconds = clock.seconds()
     engine.started_in(seconds)
     logger.info("%s %s", engine.info.model, describe(seconds))

@@ -82,6 +82,18 @@ def iter_block_digests(packed: bytes, root: BlockHash, block_size: int = DEFAULT
         yield parent
 
 
+def joined_block_digests(packed: bytes, root: BlockHash, block_size: int = DEFAULT_BLOCK_SIZE) -> bytes:
+    """As `iter_block_digests`, back to back."""
+    digest = xxhash.xxh3_128_digest
+    step = block_size * TOKEN_BYTES
+    digests = []
+    parent = root
+    for start in range(0, len(packed) - step + 1, step):
+        parent = digest(parent + packed[start : start + step])
+        digests.append(parent)
+    return b"".join(digests)
+
+
 def block_digests(token_ids: TokenIds | bytes, root: BlockHash, block_size: int = DEFAULT_BLOCK_SIZE) -> list[BlockHash]:
     """Digests of the full blocks of `token_ids` (ids, or ids already packed)."""
     packed = token_ids if isinstance(token_ids, bytes) else pack_tokens(token_ids)
