@@ -29,7 +29,7 @@ from gateway.rendering import tool_dict
 from gateway.turn import Turn
 from prefix_cache.hashing import TOKEN_BYTES, pack_tokens, unpack_tokens
 from sessions.continuation import Continuation, Divergence, Path
-from sessions.digests import context_digest, meaning_digest, message_digests, split_reasoning
+from sessions.digests import DIGEST_BYTES, context_digest, meaning_digest, message_digests, split_reasoning
 from sessions.ledger import (
     SPAN_BYTES,
     Generated,
@@ -80,7 +80,9 @@ class HistoryBuilder:
         renderer = self._model.renderer
         volatile = renderer.volatile()
         context = context_digest(self._model.name, renderer.fingerprint, kwargs.hex(), tools, volatile)
-        return TurnText(message_digests(turn.messages), context, kwargs, tuple(volatile))
+        known = turn.message_digests
+        digests = known + message_digests(turn.messages[len(known) // DIGEST_BYTES :])
+        return TurnText(digests, context, kwargs, tuple(volatile))
 
     def match(
         self, text: TurnText, branches: Sequence[Ledger], root: bytes, messages: Sequence[Mapping[str, Any]]
