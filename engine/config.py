@@ -24,6 +24,29 @@ class ConfigError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftModelConfig:
+    """A second model that guesses tokens for the first (engine.speculation.draft_model).
+
+    model: a local Hugging Face directory; it has the same tokens. tokens: guessed at once. quantization: of its weights.
+    kv_bytes: its KV memory (None: an eighth of the first model's, and no more than that would need for the tokens it holds).
+    """
+
+    model: Path
+    tokens: int = 4
+    quantization: QuantizationName = "none"
+    kv_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError."""
+        if self.tokens < 1:
+            raise ConfigError(f"draft tokens is {self.tokens}; it must be at least 1, or leave the draft model out.")
+        if self.kv_bytes is not None and self.kv_bytes < 1:
+            raise ConfigError(f"draft kv_bytes is {self.kv_bytes}; it must be at least 1.")
+        if self.quantization not in QUANTIZATIONS:
+            raise ConfigError(f"draft quantization is {self.quantization!r}; it must be one of {', '.join(QUANTIZATIONS)}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Settings of one engine.
 
@@ -48,7 +71,7 @@ class EngineConfig:
     and none turns it off.
 
     max_draft_tokens: tokens guessed for a sequence in one step and verified in one pass (engine.speculation); 0: none.
-    max_draft_batch: running sequences beyond which nothing is guessed.
+    max_draft_batch: running sequences beyond which nothing is guessed. draft: a second model that guesses (None: none).
     """
 
     model: Path
@@ -73,6 +96,7 @@ class EngineConfig:
     graph_batch_sizes: tuple[int, ...] = GRAPH_BATCH_SIZES
     max_draft_tokens: int = 8
     max_draft_batch: int = 4
+    draft: DraftModelConfig | None = None
 
     def __post_init__(self) -> None:
         """Raises ConfigError."""
@@ -83,6 +107,8 @@ class EngineConfig:
         for name in ("max_draft_tokens", "max_draft_batch"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more.")
+        if self.draft is not None and not (self.max_draft_tokens and self.max_draft_batch):
+            raise ConfigError("A draft model guesses nothing where max_draft_tokens or max_draft_batch is 0; raise it.")
         if not 0 < self.kv_memory_fraction <= 1:
             raise ConfigError(f"kv_memory_fraction is {self.kv_memory_fraction}; it must be above 0 and at most 1.")
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -40,8 +40,9 @@ class Drafter(ABC):
     """Tokens that it guesses at once, at most; None: as many as may be guessed."""
 
     @abstractmethod
-    def draft(self, asks: SequenceOf[Ask]) -> SequenceOf[SequenceOf[int]]:
-        """For each, in their order, as many tokens as it has an idea of. Sequences stay as they are."""
+    def draft(self, asks: SequenceOf[Ask], running: int) -> SequenceOf[SequenceOf[int]]:
+        """For each, in their order, as many tokens as it has an idea of. `running`: how many sequences run. They stay as they
+        are."""
 
     def forget_idle(self) -> None:  # noqa: B027 - most keep nothing
         """Gives up what is kept for sequences that do not run any more."""

@@ -13,7 +13,7 @@ class NGramDrafter(Drafter):
 
     name = "ngram"
 
-    def draft(self, asks: SequenceOf[Ask]) -> list[list[int]]:
+    def draft(self, asks: SequenceOf[Ask], running: int) -> list[list[int]]:
         return [_draft(ask) for ask in asks]
 
 

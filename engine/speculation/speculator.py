@@ -66,7 +66,8 @@ class Speculator:
                 making[index] = _Draft(sequence, limit, forced)
                 room -= limit
         for drafter in tuple(self._drafters):
-            self._ask(drafter, [draft for draft in making.values() if not draft.guessed and len(draft.forced) < draft.limit])
+            without = [draft for draft in making.values() if not draft.guessed and len(draft.forced) < draft.limit]
+            self._ask(drafter, without, running)
         for index, draft in making.items():
             proposed[index] = _allowed(draft)
         return proposed
@@ -104,7 +105,7 @@ class Speculator:
             sequence.broken = error
             return None
 
-    def _ask(self, drafter: Drafter, drafts: SequenceOf[_Draft]) -> None:
+    def _ask(self, drafter: Drafter, drafts: SequenceOf[_Draft], running: int) -> None:
         longest = self._longest if drafter.longest is None else min(drafter.longest, self._longest)
         asks, asked = [], []
         for draft in drafts:
@@ -116,7 +117,7 @@ class Speculator:
         if not asks:
             return
         try:
-            guesses = drafter.draft(asks)
+            guesses = drafter.draft(asks, running)
         except Exception:
             logger.exception("the drafter %s failed; generation goes on without it", drafter.name)
             self._drafters.remove(drafter)

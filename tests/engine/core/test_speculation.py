@@ -31,7 +31,7 @@ class Oracle(Drafter):
     def __init__(self, outputs, wrong=0):
         self.outputs, self.wrong = outputs, wrong
 
-    def draft(self, asks):
+    def draft(self, asks, running):
         return [self.guess(ask) for ask in asks]
 
     def guess(self, ask):
