@@ -120,9 +120,8 @@ class Machine(RuleBasedStateMachine):
         waiting = [ticket for ticket in self.tier.tickets if not ticket.done]
         if waiting:
             ticket = data.draw(st.sampled_from(waiting))
-            with ticket.lock:
-                if not ticket.cancelled:
-                    ticket.loaded = len(ticket.blocks) if all_of_it else min(ticket.loaded + 1, len(ticket.blocks))
+            if not ticket.cancelled:
+                ticket.loaded = len(ticket.blocks) if all_of_it else min(ticket.loaded + 1, len(ticket.blocks))
             ticket.done = all_of_it or ticket.loaded == len(ticket.blocks) or ticket.cancelled
 
     @rule(lost=st.integers(1, SESSIONS))
