@@ -138,10 +138,25 @@ class Offloading:
                 break
         return seconds
 
+    def _stalled(self, ticket: LoadTicket, seconds: float) -> None:
+        """The block that a load waited for in vain has taken so long: what never comes would never be measured otherwise."""
+        if ticket.loaded == len(ticket.blocks):
+            return
+        waited_for = ticket.digests[ticket.loaded]
+        tier = next((tier for tier in self._stack.tiers if tier.prefix((waited_for,))), None)
+        if tier is not None and seconds > tier.cost.seconds:
+            tier.cost.took(1, seconds)
+
     def _left(self, load: _Load) -> float:
         """Seconds of loading that a load has still before it, as was expected."""
         ticket = load.ticket
         return ticket.expected_seconds * (1 - ticket.loaded / len(ticket.blocks))
+
+    @property
+    def is_fast(self) -> bool:
+        """True when the fastest tier brings a block in less time than computing it takes."""
+        fastest = next((tier for tier in self._stack.tiers if tier.is_available), None)
+        return fastest is not None and fastest.cost.seconds < self.prefill.seconds(_TYPICAL_CONTEXT, self._pool.block_size)
 
     def reach(self, digests: Sequence[BlockHash]) -> int:
         """How many of `digests`, counted from the first, can be brought onto the device now, from the fastest tier."""
@@ -178,6 +193,7 @@ class Offloading:
             loaded = ticket.cancel()
             if id(ticket) not in done:
                 self.abandoned_loads += 1
+                self._stalled(ticket, self._clock() - load.progressed_at)
             for tier, blocks in dict(ticket.by_tier).items():
                 self.loaded_blocks[tier] = self.loaded_blocks.get(tier, 0) + blocks
             del self._loading[key]

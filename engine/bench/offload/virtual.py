@@ -24,6 +24,9 @@ from engine.sampling.sampler import Sampler
 from gateway.workers.protocol import Done, Failed, Tokens
 from prefix_cache.eviction import EvictionPolicy
 
+_LOOKS_EVERY = 0.05
+"""Seconds, as `offload.keeper` does while somebody waits for blocks."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pace:
@@ -120,6 +123,8 @@ def replay_virtually(
             waits += [
                 wait for wait in (engine.wakes_in(), None if tiers is None else tiers.transfers.due_in()) if wait is not None
             ]
+            if engine.stats().loading:
+                waits.append(_LOOKS_EVERY)
             if not waits:
                 raise RuntimeError(f"{len(sent)} turns wait and nothing will ever wake them")
             clock.now += max(1e-6, min(waits))

@@ -1,7 +1,8 @@
 """A host tier on a virtual clock: what is loaded and decided is real, only the bytes are not there.
 
 Loads and stores take the time they are said to take, one block after the other on one pipe, loads before what is fetched for
-sessions that are away, and that before stores. What the pipe computes (it copies and verifies) the steps beside it cannot.
+sessions that are away, and that before stores. What of it is copying and verifying the steps beside it feel; the rest is
+waiting for a medium.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ class VirtualTransfers:
             if self._time + seconds > now:
                 return
             self._time += seconds
-            self._busy += seconds
+            self._busy += min(seconds, self._store_seconds)
             if loading is not None:
                 loading.loaded += 1
                 loading.by_tier[HOST] = loading.by_tier.get(HOST, 0) + 1
