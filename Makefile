@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo serve test lint types imports unit triton faults model clean live-vllm live-router
+.PHONY: demo serve test lint types imports unit triton faults grammars model clean live-vllm live-router
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -44,6 +44,10 @@ triton: $(STAMP)
 # 200 workers killed under 2,000 streams, and every answer compared with the undisturbed one. Minutes; not part of `unit`.
 faults: model
 	$(BIN)/pytest -q -s tests/faults/full_size.py
+
+# Every real tool alone and every real list of tools whole, in every format of tool calls. Minutes; not part of `unit`.
+grammars: model
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -s tests/grammar/formats/full_size.py
 
 # Against the real vLLM for CPUs, in an environment of its own, and the real vllm-router. Not part of `test`.
 VLLM        ?= .vllm

@@ -13,9 +13,10 @@ from cli.gateway_process import GatewayError
 from cli.json_file import JSON_OPTION
 from cli.model import CACHE_OPTION, fetch
 from engine.checkpoints import DEFAULT_MODEL, CheckpointError
+from grammar.formats.registry import FORMAT_NAMES
 
 if TYPE_CHECKING:
-    from cli.grammar_bench.calls import CallsReport
+    from cli.grammar_bench.report import CallsReport
     from grammar.bench.cost import TokenCost
     from grammar.bench.suite import KeywordRow
 
@@ -44,6 +45,19 @@ if TYPE_CHECKING:
     "--walks", type=click.IntRange(0), default=0, show_default=True, help="Calls to be made of random allowed tokens."
 )
 @click.option("--temperature", type=click.FloatRange(0, 2), default=1.3, show_default=True, help="Of those calls.")
+@click.option(
+    "--format",
+    "formats",
+    multiple=True,
+    type=click.Choice(FORMAT_NAMES),
+    help="How --calls are written; repeatable, each takes an equal share. [default: hermes]",
+)
+@click.option(
+    "--resume",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Keep the answers to --calls in this file, and go on after those that it holds.",
+)
 @click.option("--model", default=DEFAULT_MODEL, show_default=True, metavar="NAME|DIR", help="Whose vocabulary is used.")
 @CACHE_OPTION
 @click.option("--serve-option", multiple=True, metavar="OPTION", help="Passed on to `turnkeep serve` for --calls; repeatable.")
@@ -80,9 +94,11 @@ def grammar_command(**options: Any) -> None:
         finally:
             compiler.close()
         if options["calls"]:
-            from cli.grammar_bench.calls import generate_calls
+            from cli.grammar_bench.calls import Plan, generate_calls
 
-            report = asyncio.run(generate_calls(tools, options["calls"], options["temperature"], options, console))
+            formats = tuple(dict.fromkeys(options["formats"])) or ("hermes",)
+            plan = Plan(options["calls"], options["temperature"], formats, options["seconds"], options)
+            report = asyncio.run(generate_calls(tools, plan, console))
             _show_calls(out, report)
             written["calls"] = report.as_json()
     except (CheckpointError, GatewayError, ToolsError) as error:
@@ -182,9 +198,13 @@ def _walks(out: Any, directory: Path, compiler: Any, tools: list[Any], count: in
 
 def _show_calls(out: Any, report: CallsReport) -> None:
     out.print(
-        f"\ncalls of {report.model} at temperature {report.temperature:g}, {report.tools} tools: {report.finished:,} finished "
-        f"({report.cut:,} more were cut), {report.parsed:,} parsed, {report.valid:,} valid against their schema, "
-        f"{report.warned:,} carried a warning; neither valid nor warned of: {len(report.wrong)}"
+        f"\ncalls of {report.model} at temperature {report.temperature:g}: {report.finished:,} finished, "
+        f"of {len(report.called)} of {report.tools} tools; neither valid nor warned of: {len(report.wrong)}"
     )
+    for name, count in report.formats.items():
+        out.print(
+            f"  {name}: {count.finished:,} finished ({count.cut:,} more were cut), {count.valid:,} valid against their schema, "
+            f"{count.checked:,} not and warned of; {count.warned:,} carried a warning"
+        )
     for wrong in report.wrong[:10]:
         out.print(f"wrong: {wrong}", markup=False)

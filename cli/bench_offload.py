@@ -15,13 +15,13 @@ from cli.json_file import JSON_OPTION
 from cli.model import CACHE_OPTION, fetch
 from engine.checkpoints import DEFAULT_MODEL, CheckpointError
 from engine.config import ConfigError
-from traces.format import TraceFormatError, canonical_json
-from traces.index import expand_paths
+from traces.format import TraceFormatError
+from traces.importers.texts import read_texts
 
 if TYPE_CHECKING:
-    from engine.bench.offload.run import OffloadReport, PoolRow
+    from engine.bench.offload.report import OffloadReport, Row
 
-MEASURES = ("rates", "stores", "restart", "pools", "shared")
+MEASURES = ("rates", "stores", "restart", "pools", "overload", "shared")
 _BUNDLED = Path(__file__).parent.parent / "traces" / "bundled"
 
 
@@ -39,7 +39,7 @@ _BUNDLED = Path(__file__).parent.parent / "traces" / "bundled"
     help="On the disk to be measured.",
 )
 @click.option("--only", type=click.Choice(MEASURES), multiple=True, help="Measure this alone; repeatable.")
-@click.option("--sessions", type=click.IntRange(1, 1000), default=12, show_default=True, help="How many at once.")
+@click.option("--sessions", type=click.IntRange(1, 1000), default=12, show_default=True, help="That fit.")
 @click.option("--turns", type=click.IntRange(2, 1000), default=6, show_default=True, help="Of each, at most.")
 @click.option("--output", type=click.IntRange(1, 1000), default=8, show_default=True, help="Tokens generated in each turn.")
 @click.option(
@@ -57,13 +57,18 @@ _BUNDLED = Path(__file__).parent.parent / "traces" / "bundled"
 )
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Of stores and restarts; medians count.")
 @click.option("--rate-mib", type=click.IntRange(8), default=512, show_default=True, help="What rates are measured over.")
+@click.option("--policy", type=click.Choice(["fcfs", "sessions"]), default="sessions", show_default=True, help="Of our side.")
+@click.option(
+    "--budget", type=click.FloatRange(0, min_open=True), default=None, metavar="SECONDS", help="Measure what that allows."
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the gaps.")
 @JSON_OPTION
 def offload_command(traces: tuple[Path, ...], **options: Any) -> None:
     """Replay sessions with pools that do not hold them, with and without tiers, and print what it takes.
 
-    TRACES are trajectory files (docs/trajectory-format.md) or directories of them; without any, the bundled samples. Their
-    texts are tokenised as they stand; gaps are drawn anew.
+    TRACES are trajectory files (docs/trajectory-format.md), results of tau_bench (.json), or sessions of lmcache_agent_trace,
+    or directories of such .jsonl files; of several, sessions are taken by turns. Without any, the bundled samples. Texts are
+    tokenised as they stand, tool results are those of the trace; gaps are drawn anew. An interrupt prints what there is.
     """
     from rich.console import Console
 
@@ -76,28 +81,31 @@ def offload_command(traces: tuple[Path, ...], **options: Any) -> None:
             raise click.UsageError("There is no session of two turns in these traces.")
         # Imports torch.
         from engine.bench.offload.engines import Engines
-        from engine.bench.offload.run import OffloadBench, run_offload_bench
+        from engine.bench.offload.report import OffloadBench
+        from engine.bench.offload.run import run_offload_bench
         from engine.bench.offload.workload import sessions_of
         from engine.config import EngineConfig
 
-        sessions = sessions_of(
+        twice = sessions_of(
             histories,
-            count=options["sessions"],
+            count=2 * options["sessions"],
             turns=options["turns"],
             output=options["output"],
             gap=options["gap"],
             seed=options["seed"],
         )
-        config = EngineConfig(model=model, dtype=options["dtype"], threads=options["threads"])
+        config = EngineConfig(model=model, dtype=options["dtype"], threads=options["threads"], policy=options["policy"])
         bench = OffloadBench(
             directory=options["directory"].absolute(),
-            sessions=sessions,
+            sessions=twice[: options["sessions"]],
+            twice=twice,
             gap=options["gap"],
             turn_tokens=options["turn_tokens"],
             shares=options["shares"],
             repeats=options["repeats"],
             rate_bytes=options["rate_mib"] << 20,
             measures=options["only"] or MEASURES,
+            budget=options["budget"],
         )
         engines = Engines(config, options["cache_dir"].absolute())
         report = run_offload_bench(engines, bench, lambda what: console.print(f"[dim]{what}[/dim]", highlight=False))
@@ -107,6 +115,8 @@ def offload_command(traces: tuple[Path, ...], **options: Any) -> None:
         click.echo(line)
     if options["json_file"] is not None:
         options["json_file"].write_text(json.dumps(report.as_json(), indent=1) + "\n")
+    if report.failed:
+        raise click.exceptions.Exit(1)
 
 
 def _histories(paths: Sequence[Path], model: Path) -> Iterable[tuple[str, list[Any]]]:
@@ -114,21 +124,14 @@ def _histories(paths: Sequence[Path], model: Path) -> Iterable[tuple[str, list[A
     import numpy as np
     from tokenizers import Tokenizer
 
-    from traces.format import read_lines
-
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    for path in expand_paths(paths):
-        growing: dict[str, list[int]] = {}
-        prompts: dict[str, list[Any]] = {}
-        for _, line in read_lines(path):
-            ids = growing.setdefault(line.session, [])
-            if line.keep is not None:
-                continue  # a rewritten history; its session goes on from what it was
-            for part in (*(line.tools or ()), *line.messages):
-                ids.extend(tokenizer.encode(canonical_json(part).decode(), add_special_tokens=False).ids)
-            prompts.setdefault(line.session, []).append(np.array(ids, dtype=np.uint32))
-            ids.extend(tokenizer.encode(canonical_json(line.assistant).decode(), add_special_tokens=False).ids)
-        yield from ((name, turns) for name, turns in prompts.items() if len(turns) > 1)
+    for session in read_texts(paths):
+        ids: list[int] = []
+        prompts = []
+        for text in session.additions:
+            ids.extend(tokenizer.encode(text, add_special_tokens=False).ids)
+            prompts.append(np.array(ids, dtype=np.uint32))
+        yield session.name, prompts
 
 
 def lines_of(report: OffloadReport) -> Iterable[str]:
@@ -155,36 +158,40 @@ def lines_of(report: OffloadReport) -> Iterable[str]:
             f"restart: first token after {report.restart_loaded:.3f} s with {report.restart_cached} tokens loaded, "
             f"{report.restart_computed:.3f} s computed: {report.restart_computed / report.restart_loaded:.1f} x"
         )
-    if report.unlimited is not None:
-        yield f"{'pool':>10} {'':20} {'TTFT p50':>9} {'p99':>8} {'session':>9} {'tokens/s':>9} {'cached':>7}"
-        for row in (report.unlimited, *report.pools):
-            yield _pool_line(row)
-        yield from _ratios(report)
+    if report.unlimited is not None or report.pools:
+        yield "sessions that fit the tiers:"
+        yield _HEAD
+        yield from map(_line, (*filter(None, (report.unlimited,)), *_ordered(report.pools)))
+    if report.overload:
+        yield "twice as many as device and host tier hold together:"
+        yield _HEAD
+        yield from map(_line, _ordered(report.overload))
     if report.shared_arena is not None and report.private_arenas is not None:
         yield (
             f"moved sessions on two replicas: {report.shared_arena:.1%} cached with one shared arena, "
             f"{report.private_arenas:.1%} with two private ones of half its size"
         )
+    for name, why in report.missing.items():
+        yield f"{name}: not all of it was measured: {why}"
+    for target in report.targets():
+        mark = "reached" if target.reached else "MISSED"
+        yield f"{mark:8} {target.name}: {target.value:.3g}, {'at most' if target.at_most else 'at least'} {target.bound:.3g}"
 
 
-def _pool_line(row: PoolRow) -> str:
+_HEAD = (
+    f"{'pool':>10} {'blocks':>7} {'':20} {'TTFT p50':>9} {'p99':>8} {'session':>9} {'p95':>8} {'tokens/s':>9} {'cached':>7} "
+    f"{'computed':>9} {'held':>5} {'paused':>6}"
+)
+
+
+def _ordered(rows: Sequence[Row]) -> list[Row]:
+    return sorted(rows, key=lambda row: -row.share)
+
+
+def _line(row: Row) -> str:
     pool = "all" if row.side == "unlimited" else f"{row.share:g}"
     return (
-        f"{pool:>10} {row.side:20} {row.first_token_p50:9.3f} {row.first_token_p99:8.3f} {row.mean_completion:9.2f} "
-        f"{row.tokens_per_second:9.0f} {row.cached_share:7.1%}"
+        f"{pool:>10} {row.blocks:>7} {row.side:20} {row.first_token_p50:9.3f} {row.first_token_p99:8.3f} "
+        f"{row.mean_completion:9.2f} {row.p95_completion:8.2f} {row.tokens_per_second:9.0f} {row.cached_share:7.1%} "
+        f"{row.computed_tokens:>9} {row.held:>5} {row.pauses:>6}"
     )
-
-
-def _ratios(report: OffloadReport) -> Iterable[str]:
-    rows = {(row.share, row.side): row for row in report.pools}
-    for share in sorted({row.share for row in report.pools}, reverse=True):
-        tiers, plain = rows[share, "host tier"], rows[share, "LRU, computed again"]
-        unlimited = report.unlimited
-        if unlimited is None:
-            continue
-        yield (
-            f"at {share:g}: TTFT p50 {tiers.first_token_p50 / unlimited.first_token_p50:.2f} x that of the unlimited pool, "
-            f"p99 {plain.first_token_p99 / tiers.first_token_p99:.1f} x better than computing again, "
-            f"sessions {plain.mean_completion / tiers.mean_completion:.2f} x faster, "
-            f"throughput {tiers.tokens_per_second / plain.tokens_per_second:.2f} x"
-        )

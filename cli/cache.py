@@ -13,7 +13,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from cli.engine import MemorySize
+from cli.sizes import MemorySize
 from offload.arena import SHARED_MEMORY
 from offload.errors import TierUnavailable
 from offload.inspection import HeldTier, Inspected, held_tiers

@@ -7,17 +7,17 @@ import importlib.util
 import json
 import logging
 import os
-import re
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 import click
 
+from cli.draft_options import check_draft, draft_config, draft_options
+from cli.sizes import BatchSizes, MemorySize, OTLPAddress
 from engine.checkpoints import DEFAULT_MODEL, CheckpointError, default_cache_dir, resolve
 from engine.config import ConfigError
 from engine.core import EngineCore
@@ -28,63 +28,9 @@ from offload.codecs import CODECS
 from offload.config import REMOTE_SCHEMES, OffloadConfig
 from offload.errors import TierUnavailable
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-
 Load = Callable[[], EngineCore[Any]]
 
 logger = logging.getLogger(__name__)
-
-
-class MemorySize(click.ParamType[int | float]):
-    """Bytes with a unit (8GiB, 500MB), or a share of what is available (0.5, 50%): an int or a float. `zero`: 0 is one."""
-
-    name = "size"
-
-    def __init__(self, *, zero: bool = False) -> None:
-        self._zero = zero
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int | float:
-        if isinstance(value, (int, float)):
-            return value
-        matched = re.fullmatch(r"(?i)\s*(\d+(?:\.\d+)?)\s*(?:(%)|([kmgt]i?)?b?)\s*", str(value))
-        if matched is None:
-            self.fail(f"{value!r} is no size; write bytes with a unit (8GiB, 500MB) or a share (0.5, 50%).", param, ctx)
-        number, percent, unit = float(matched[1]), matched[2], (matched[3] or "").lower()
-        if self._zero and not number:
-            return 0
-        if percent or (not unit and number <= 1):
-            share = number / 100 if percent else number
-            if not 0 < share <= 1:
-                self.fail(f"{value!r}: a share lies above 0 and at most at 1.", param, ctx)
-            return share
-        return int(number * _UNITS[unit])
-
-
-class BatchSizes(click.ParamType[tuple[int, ...]]):
-    """Ascending numbers with commas between them, or `none`."""
-
-    name = "sizes"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        parts = [] if str(value).strip() == "none" else str(value).split(",")
-        if not all(part.strip().isdecimal() for part in parts):
-            self.fail(f"{value!r} are no batch sizes; write them with commas between (1,2,4,8), or none.", param, ctx)
-        return tuple(int(part) for part in parts)
-
-
-class OTLPAddress(click.ParamType[str]):
-    """The URL of an OTLP/HTTP collector."""
-
-    name = "url"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        text = str(value)
-        parts = urlsplit(text)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            self.fail(f"{text!r} is no URL of a collector; write one like http://127.0.0.1:4318.", param, ctx)
-        return text
 
 
 class _Simulated(click.Option):
@@ -111,6 +57,13 @@ def _sim_option(*names: str, **settings: Any) -> Callable[[Callable[..., Any]], 
     default=default_cache_dir,
     show_default="turnkeep in the user's cache directory",
     help="Where models are kept. Also TURNKEEP_CACHE_DIR.",
+)
+@click.option(
+    "--known-tools",
+    metavar="DIR|none",
+    default=None,
+    help="Where the grammars of tool lists are remembered, which are compiled again at the next start; none: nowhere. "
+    "[default: grammars in the cache directory]",
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8100, show_default=True, help="TCP port; 0 takes a free one.")
@@ -189,14 +142,12 @@ def _sim_option(*names: str, **settings: Any) -> Callable[[Callable[..., Any]], 
 @click.option("--max-model-len", type=click.IntRange(2), default=None, help="Tokens of prompt and answer together.")
 @click.option("--max-num-seqs", type=click.IntRange(1), default=None, help="Sequences that run at once.")
 @click.option("--max-num-batched-tokens", type=click.IntRange(1), default=None, help="Tokens computed in one step.")
-@click.option("--max-draft-tokens", type=click.IntRange(0), default=None, help="Tokens guessed ahead at once; 0: none. [8]")
-@click.option("--max-draft-batch", type=click.IntRange(0), default=None, help="Sequences beyond which none are guessed. [4]")
+@draft_options
 @click.option(
     "--scheduling",
     type=click.Choice(["fcfs", "priority", "sessions"]),
-    default="fcfs",
-    show_default=True,
-    help="Who goes first: who came first; a lower priority; or turns of sessions that began earlier.",
+    default=None,
+    help="Who goes first: who came first; a lower priority; or sessions that fit, before others. [sessions; simulated: fcfs]",
 )
 @click.option("--no-prefix-caching", is_flag=True, help="Compute every prompt anew.")
 @click.option(
@@ -239,6 +190,9 @@ def _sim_option(*names: str, **settings: Any) -> Callable[[Callable[..., Any]], 
 @_sim_option("--sim-prefill-pair", type=click.FloatRange(0), default=None, help="... and each token before it. [1.3e-9]")
 @_sim_option("--sim-decode-sequence", type=click.FloatRange(0), default=None, help="Seconds a generated token adds. [4e-5]")
 @_sim_option("--sim-decode-context", type=click.FloatRange(0), default=None, help="... and each token before it. [5e-8]")
+@_sim_option("--sim-kv-token-bytes", type=click.IntRange(1), default=None, help="What a token's KV takes in tiers. [131072]")
+@_sim_option("--sim-host-rate", type=click.FloatRange(1), default=None, help="Bytes a second from host memory. [20e9]")
+@_sim_option("--sim-disk-rate", type=click.FloatRange(1), default=None, help="Bytes a second from disk. [3e9]")
 @click.pass_context
 def command(ctx: click.Context, /, **options: Any) -> None:
     """Serve one replica: tokens in, tokens out (docs/worker-protocol.md).
@@ -286,6 +240,7 @@ def _check_combinations(ctx: click.Context, options: dict[str, Any]) -> None:
         raise click.UsageError("A simulated replica has no order of sessions; give --scheduling fcfs or priority.")
     elif options["kv_memory"] is not None:
         raise click.UsageError("A simulated replica has no KV memory to size; give --num-blocks instead of --kv-memory.")
+    check_draft(options)
     if options["num_blocks"] is not None and options["kv_memory"] is not None:
         raise click.UsageError("--num-blocks and --kv-memory say the same thing; give one of them.")
     for name in ("max_body", "host_kv_bytes", "disk_kv_bytes", "disk_kv_min_free", "remote_kv_bytes"):
@@ -298,9 +253,10 @@ def _check_combinations(ctx: click.Context, options: dict[str, Any]) -> None:
     if options["disk_kv_dir"] is None and (options["disk_kv_bytes"] is not None or options["disk_kv_compress"]):
         raise click.UsageError("Say with --disk-kv-dir where blocks are to be kept.")
     if any(options[name] is not None for name in ("host_kv_bytes", "disk_kv_dir", "remote_kv")):
-        if options["simulate"]:
+        if options["simulate"] and (options["remote_kv"] or options["disk_kv_compress"] or options["kv_codec"] != "raw"):
             raise click.UsageError(
-                "A simulated replica has no KV to keep; leave --host-kv-bytes, --disk-kv-dir and --remote-kv out."
+                "A simulated replica has host and disk tiers of made-up blocks; leave --remote-kv, --kv-codec and "
+                "--disk-kv-compress out."
             )
         if options["no_prefix_caching"]:
             raise click.UsageError("Blocks are kept to be found again; leave --no-prefix-caching out.")
@@ -383,7 +339,9 @@ def _real(options: dict[str, Any]) -> Load:
         name = options["model"] or DEFAULT_MODEL
         # First: a model that is not there is known at once.
         blocks = options["quantization"] == "gguf"
-        model = fetch(name, options["cache_dir"].absolute(), Console(stderr=True), blocks=blocks)
+        cache_dir, console = options["cache_dir"].absolute(), Console(stderr=True)
+        model = fetch(name, cache_dir, console, blocks=blocks)
+        draft = draft_config(options, lambda name, blocks: fetch(name, cache_dir, console, blocks=blocks))
 
         # Imports torch, on the loading thread: the server answers meanwhile.
         from engine.config import EngineConfig
@@ -411,9 +369,10 @@ def _real(options: dict[str, Any]) -> Load:
             num_blocks=options["num_blocks"],
             max_model_len=options["max_model_len"],
             prefix_caching=not options["no_prefix_caching"],
-            policy=options["scheduling"],
+            policy=options["scheduling"] or "sessions",
             threads=options["threads"],
             kernels=options["kernels"],
+            draft=draft,
             **given,
         )
         return load_engine(
@@ -421,9 +380,16 @@ def _real(options: dict[str, Any]) -> Load:
             cache_dir=options["cache_dir"].absolute(),
             clock=StartupClock(seconds_since_launch()),
             offload=_offload(options),
+            known_tools=_known_tools(options["known_tools"], options["cache_dir"].absolute()),
         )
 
     return load
+
+
+def _known_tools(given: str | None, cache: Path) -> Path | None:
+    if given == "none":
+        return None
+    return Path(given).absolute() if given else cache / "grammars"
 
 
 def _offload(options: Mapping[str, Any]) -> OffloadConfig:
@@ -465,10 +431,11 @@ def _simulated(options: dict[str, Any]) -> Load:
         costs |= {"sim_decode_sequence": "decode_sequence", "sim_decode_context": "decode_context_token"}
         config = replace(
             config,
-            scheduling=_scheduling(options["scheduling"]),
+            scheduling=_scheduling(options["scheduling"] or "fcfs"),
             block_size=options["block_size"],
             prefix_caching=not options["no_prefix_caching"],
             accept_grammars=options["sim_grammars"] == "ignore",
+            offload=_offload(options),
             cost=replace(config.cost, **{costs[name]: options[name] for name in costs if options[name] is not None}),
             **_given(
                 options,
@@ -480,6 +447,9 @@ def _simulated(options: dict[str, Any]) -> Load:
                 time_scale="sim_time_scale",
                 mean_output_tokens="sim_output_tokens",
                 seed="sim_seed",
+                kv_token_bytes="sim_kv_token_bytes",
+                host_rate="sim_host_rate",
+                disk_rate="sim_disk_rate",
             ),
         )
         return SimulatedEngine(config, tokenizer=tokenizer)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.kernels.interface import StepBatch
@@ -64,6 +66,39 @@ def build_batch(scheduled: SequenceOf[ScheduledSequence], block_size: int, devic
         token_ids=torch.from_numpy(tokens).to(device),
         positions=torch.from_numpy(positions).to(device),
         slots=torch.from_numpy(slots).to(device),
+        query_start=torch.tensor(starts, dtype=torch.int32, device=device),
+        context_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
+        block_tables=torch.from_numpy(tables).to(device),
+        query_start_list=tuple(starts),
+        context_lens_list=tuple(contexts),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Tokens of one sequence, uint32 [T], T > 0, from position `start` on; `table`: its blocks, int32."""
+
+    tokens: npt.NDArray[np.uint32]
+    start: int
+    table: npt.NDArray[np.int32]
+
+
+def ragged_batch(parts: SequenceOf[Part], block_size: int, device: torch.device) -> StepBatch:
+    """The batch of at least one part, in their order."""
+    counts = [len(part.tokens) for part in parts]
+    contexts = [part.start + count for part, count in zip(parts, counts, strict=True)]
+    widths = [-(-context // block_size) for context in contexts]
+    tables = np.zeros((len(parts), max(widths)), dtype=np.int32)
+    slots = []
+    positions = [np.arange(part.start, context, dtype=np.int64) for part, context in zip(parts, contexts, strict=True)]
+    for row, (part, width, own) in enumerate(zip(parts, widths, positions, strict=True)):
+        tables[row, :width] = part.table[:width]
+        slots.append(part.table[own // block_size].astype(np.int64) * block_size + own % block_size)
+    starts = [0, *np.cumsum(counts).tolist()]
+    return StepBatch(
+        token_ids=torch.from_numpy(np.concatenate([part.tokens for part in parts]).astype(np.int64)).to(device),
+        positions=torch.from_numpy(np.concatenate(positions)).to(device),
+        slots=torch.from_numpy(np.concatenate(slots)).to(device),
         query_start=torch.tensor(starts, dtype=torch.int32, device=device),
         context_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
         block_tables=torch.from_numpy(tables).to(device),

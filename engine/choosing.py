@@ -15,6 +15,7 @@ from engine.output import StepOutput
 from engine.request import MAX_FORCED, Sequence, Status
 from engine.sampling.sampler import SampledToken, Sampler
 from engine.scheduler import StepPlan
+from engine.speculation.speculator import Speculator
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +23,9 @@ logger = logging.getLogger(__name__)
 class Chooser:
     """Samples what a step chooses, and takes it in."""
 
-    def __init__(self, sampler: Sampler, masks: StepMasks, in_flight: InFlight, meter: Meter) -> None:
+    def __init__(self, sampler: Sampler, masks: StepMasks, in_flight: InFlight, speculator: Speculator, meter: Meter) -> None:
         self._sampler = sampler
+        self._speculator = speculator
         self._masks = masks
         self._in_flight = in_flight
         self._meter = meter
@@ -88,11 +90,10 @@ class Chooser:
             self._in_flight.append(sequence, token, output, computed=true)
             if not true or sequence.status is not Status.RUNNING:
                 break
-        if drafted:
-            self._meter.totals.drafted_tokens += len(drafted)
-            self._meter.totals.accepted_tokens += came_true
-            if sequence.draft_length is not None:
-                sequence.draft_length.verified(len(drafted), came_true)
+        if one.draft is not None:
+            sequence.request.drafted_tokens += len(drafted)
+            sequence.request.accepted_tokens += came_true
+            self._speculator.verified(sequence, one.draft, came_true)
 
     def _force(self, sequences: Iterable[Sequence], output: StepOutput) -> None:
         """Appends the tokens that grammars leave no choice about. Only logprobs need a pass for what is known anyhow."""
@@ -105,5 +106,6 @@ class Chooser:
             for sequence, token_id in zip(asked, forced, strict=True):
                 if token_id is not None and sequence.status is Status.RUNNING:
                     self._meter.totals.forced_tokens += 1
+                    sequence.request.forced_tokens += 1
                     self._in_flight.append(sequence, SampledToken(token_id), output)
             asked = [sequence for sequence, token_id in zip(asked, forced, strict=True) if token_id is not None]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from engine.request import Sequence
 from engine.sampling.state import SamplingState
 from engine.scheduler import ScheduledSequence
-from engine.speculation.speculator import Draft
+from engine.speculation.drafts import Draft
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,29 @@ class ConfigError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftModelConfig:
+    """A second model that guesses tokens for the first (engine.speculation.draft_model).
+
+    model: a local Hugging Face directory; it has the same tokens. tokens: guessed at once. quantization: of its weights.
+    kv_bytes: its KV memory (None: an eighth of the first model's, and no more than that would need for the tokens it holds).
+    """
+
+    model: Path
+    tokens: int = 4
+    quantization: QuantizationName = "none"
+    kv_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError."""
+        if self.tokens < 1:
+            raise ConfigError(f"draft tokens is {self.tokens}; it must be at least 1, or leave the draft model out.")
+        if self.kv_bytes is not None and self.kv_bytes < 1:
+            raise ConfigError(f"draft kv_bytes is {self.kv_bytes}; it must be at least 1.")
+        if self.quantization not in QUANTIZATIONS:
+            raise ConfigError(f"draft quantization is {self.quantization!r}; it must be one of {', '.join(QUANTIZATIONS)}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Settings of one engine.
 
@@ -40,15 +63,15 @@ class EngineConfig:
     that is less). max_num_seqs: choices that run at once. max_num_batched_tokens: tokens a step computes at most; a longer
     prefill is spread over several steps, beside which others go on decoding.
 
-    policy: fcfs; priority (lower first, ties by arrival); or sessions: turns of sessions that began earlier go first, though
-    none is overtaken by more than `overtakes` requests that came after it, and sessions that do not fit wait at the door
-    (engine.session_door) unless `door` is None. threads: that compute (None: as torch finds).
+    policy: fcfs; priority (lower first, ties by arrival); or sessions: those that do not fit wait at the door
+    (engine.session_door), and while any do, turns of sessions that began earlier go first, though no request is overtaken by
+    more than `overtakes` that came after it; without a `door` they always do. threads: that compute (None: as torch finds).
     kernels: auto is the fastest that the machine can build, reference is plain torch. graph_batch_sizes: on an NVIDIA GPU, the
     numbers of sequences for which a decode step is captured as a graph, ascending; those beyond `max_num_seqs` are left out,
     and none turns it off.
 
     max_draft_tokens: tokens guessed for a sequence in one step and verified in one pass (engine.speculation); 0: none.
-    max_draft_batch: running sequences beyond which nothing is guessed.
+    max_draft_batch: running sequences beyond which nothing is guessed. draft: a second model that guesses (None: none).
     """
 
     model: Path
@@ -65,7 +88,7 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     prefix_caching: bool = True
-    policy: Policy = "fcfs"
+    policy: Policy = "sessions"
     overtakes: int = 64
     door: DoorConfig | None = field(default_factory=DoorConfig)
     threads: int | None = None
@@ -73,6 +96,7 @@ class EngineConfig:
     graph_batch_sizes: tuple[int, ...] = GRAPH_BATCH_SIZES
     max_draft_tokens: int = 8
     max_draft_batch: int = 4
+    draft: DraftModelConfig | None = None
 
     def __post_init__(self) -> None:
         """Raises ConfigError."""
@@ -83,6 +107,8 @@ class EngineConfig:
         for name in ("max_draft_tokens", "max_draft_batch"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more.")
+        if self.draft is not None and not (self.max_draft_tokens and self.max_draft_batch):
+            raise ConfigError("A draft model guesses nothing where max_draft_tokens or max_draft_batch is 0; raise it.")
         if not 0 < self.kv_memory_fraction <= 1:
             raise ConfigError(f"kv_memory_fraction is {self.kv_memory_fraction}; it must be above 0 and at most 1.")
         if self.max_num_batched_tokens < self.max_num_seqs:

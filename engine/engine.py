@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 import torch
@@ -27,6 +27,7 @@ from engine.kv_bytes import block_shape, device_blocks
 from engine.kv_cache import KVCache
 from engine.kv_layout import KVLayout
 from engine.masks import StepMasks
+from engine.memory import available_memory
 from engine.meter import Meter
 from engine.models.registry import LoadedModel
 from engine.offloading import Offloading
@@ -38,7 +39,8 @@ from engine.scheduler import Scheduler, StepPlan
 from engine.session_blocks import SessionBlocks
 from engine.session_door import SessionDoor
 from engine.session_scheduling import DoorFigures, SessionScheduling
-from engine.speculation.speculator import Drafter, Speculator
+from engine.speculation.drafts import Drafter
+from engine.speculation.speculator import Speculator
 from engine.warm_up import warm_up
 from gateway.workers.protocol import (
     GenerateRequest,
@@ -79,7 +81,7 @@ class Engine:
         sampler: Sampler,
         grammars: GrammarCompiler | None = None,
         detokenizer: Detokenizer | None = None,
-        drafter: Drafter | None = None,
+        drafters: Sequence[Drafter] | None = None,
         eviction: EvictionPolicy | None = None,
         graph_capture: GraphCapture | None = None,
         offload: OffloadConfig | None = None,
@@ -91,8 +93,9 @@ class Engine:
         graph_capture: what captures decode steps, at the warm-up; the KV memory then has one block more, which the pool does
         not know. None: every step runs eagerly.
 
-        drafter: what guesses tokens (None: the sequence's own n-grams). grammars and detokenizer (an empty one) are None for a
-        model without a tokenizer. offload: the tiers below the device; tiers: what makes them otherwise.
+        drafters: who guesses tokens, one asked after the other (None: n-grams of the sequence alone). grammars and detokenizer
+        (an empty one) are None for a model without a tokenizer. offload: the tiers below the device; tiers: what
+        makes them otherwise.
         Raises ValueError for a model whose KV cannot be paged (engine.kv_layout.KVLayout), and TierUnavailable for a codec that
         does not fit its KV.
         """
@@ -119,7 +122,7 @@ class Engine:
             shape = block_shape(layout)
             # What computed a block decides on its last bits, and blocks may outlive this process.
             computed_by = namespace_digest({"namespace": namespace.hex(), "forward": type(forward).__qualname__})
-            stack = open_tiers(offload, computed_by, shape, config.model_name or config.model.name)
+            stack = open_tiers(offload, computed_by, shape, config.model_name or config.model.name, available_memory)
             self._tiers = Offloading.over(stack, pool, device_blocks(kv), offload, shape, clock)
         elif tiers is not None:
             self._tiers = tiers(pool)
@@ -127,13 +130,14 @@ class Engine:
         self._sessions = SessionBlocks(pool, self._tiers, clock=clock)
         self._prefetching = self._sessions.prefetching
         self._cache = KVCache(pool, caching=config.prefix_caching, keep_filled=self._tiers is not None)
+        self._speculator = Speculator(config.max_draft_tokens, config.max_draft_batch, drafters)
         self._scheduler = Scheduler(
             self._cache,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             tiers=self._tiers,
             give_way=None if self._prefetching is None else self._prefetching.give_way,
-            speculator=Speculator(config.max_draft_tokens, config.max_draft_batch, drafter),
+            speculator=self._speculator,
         )
         self._ordering: SessionScheduling | None = None
         if config.policy == "sessions" and config.prefix_caching and config.door is not None:
@@ -141,7 +145,7 @@ class Engine:
             self._ordering = SessionScheduling(door, self._scheduler, self._sessions, config.block_size, clock)
         self._in_flight = InFlight(config, self._scheduler, self._cache, self._sessions, self._meter, clock, self._ordering)
         self._masks = StepMasks(spec.vocab_size, layout.device)
-        self._chooser = Chooser(sampler, self._masks, self._in_flight, self._meter)
+        self._chooser = Chooser(sampler, self._masks, self._in_flight, self._speculator, self._meter)
         self._intake = Intake(
             limits=Limits(spec.vocab_size, max_model_len, num_blocks, config.block_size, config.max_num_seqs),
             namespace=namespace,
@@ -198,7 +202,9 @@ class Engine:
     def abort(self, request_id: str) -> bool:
         """Drops a request at once and gives its blocks back. False when it is not known."""
         self._cancelling.dropped(request_id)
-        return self._in_flight.abort(request_id)
+        aborted = self._in_flight.abort(request_id)
+        self._speculator.forget_idle()
+        return aborted
 
     def cancel(self, request_id: str) -> None:
         """From any thread: an abort of this request is about to be asked for. A step that is for nobody else ends early."""
@@ -233,57 +239,9 @@ class Engine:
         self._in_flight.end_over(output)
         if self._prefetching is not None:
             self._prefetching.work()
-        if not self._has_runnable():
-            return output.chunks
-        began = self._clock()
-        if self._ordering is not None:
-            self._ordering.before_step(began, idle=self._is_idle())
-        plan = self._scheduler.schedule(began)
-        totals = self._meter.totals
-        totals.preemptions += plan.preempted
-        for request in plan.started:
-            totals.prompt_tokens += request.prompt_tokens
-            totals.cached_tokens += request.cached_tokens
-            self._sessions.began(request.session, request.sequences[0].digests, request.cached_tokens // self.config.block_size)
-            if self._ordering is not None:
-                self._ordering.began(request)
-            output.started(request)
-            for sequence, decision in request.ended:
-                output.finished(request, sequence.index, decision)
-        if not plan.scheduled:
-            # Blocks are being loaded, and nobody can go on without them.
-            time.sleep(_NOTHING_TO_DO)
-            return output.chunks
-        totals.steps += 1
-        before = totals.generated_tokens
-        try:
-            logits = self._compute(plan)
-            self._chooser.choose(logits, output)
-        except ForwardCancelledError:
-            return output.chunks  # nothing of it counts, and whoever it was for is dropped before the next step
-        except IntegrityError:
-            raise  # the books are wrong: nothing that goes on from here can be trusted
-        except Exception as error:
-            logger.exception("a step failed; the %d sequences in it are dropped", len(plan.scheduled))
-            message = f"The step that computed this request failed: {error or type(error).__name__}"
-            for item in plan.scheduled:
-                self._in_flight.fail(item.sequence.request, "engine_error", message, output)
-            return output.chunks
-        prefilled = sum(item.count for item in plan.scheduled if item.is_prefill)
-        decoded = sum(not item.is_prefill for item in plan.scheduled)
-        totals.decode_passes += decoded
-        if decoded:
-            # Guesses that came true and forced tokens are tokens as well.
-            first = sum(item.sequence.slots for item in plan.scheduled if item.is_prefill and item.samples)
-            decoded = max(totals.generated_tokens - before - first, decoded)
-        seconds = self._clock() - began
-        self._meter.step(prefilled, decoded, seconds)
-        if self._ordering is not None:
-            self._ordering.worked(seconds)
-        if self._tiers is not None:
-            self._tiers.store(self._cache.take_filled())
-        if prefilled > _MOSTLY * decoded:
-            self._prefill.took([(item.start, item.count) for item in plan.scheduled if item.is_prefill], seconds)
+        if self._has_runnable():
+            self._step(output)
+            self._speculator.forget_idle()
         return output.chunks
 
     def stats(self) -> WorkerStats:
@@ -302,10 +260,13 @@ class Engine:
             cached_tokens_total=totals.cached_tokens,
             generated_tokens_total=totals.generated_tokens,
             preemptions_total=totals.preemptions,
-            drafted_tokens_total=totals.drafted_tokens,
-            accepted_tokens_total=totals.accepted_tokens,
+            drafted_tokens_total=self._speculator.tally.drafted,
+            accepted_tokens_total=self._speculator.tally.accepted,
             forced_tokens_total=totals.forced_tokens,
             decode_passes_total=totals.decode_passes,
+            mask_seconds_total=self._masks.seconds,
+            drafts=self._speculator.tally.whole(),
+            drafters=self._speculator.tally.each(),
             requests_total=totals.requests,
             aborted_total=totals.aborted,
             prefill_tokens_per_second=self._meter.prefill.value,
@@ -318,6 +279,8 @@ class Engine:
             useful_fetches_total=0 if self._prefetching is None else self._prefetching.counts.useful,
             useless_fetches_total=0 if self._prefetching is None else self._prefetching.counts.useless,
             held=door.held,
+            held_prompt_tokens=door.held_tokens,
+            held_blocks=door.held_blocks,
             sessions_in_progress=door.in_progress,
             sessions_paused=door.paused,
             held_total=door.held_total,
@@ -345,9 +308,11 @@ class Engine:
                 self._sessions.told(hint)
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError unless the pool's references are exactly those of sequences that run or load and of fetches."""
+        """Raises IntegrityError unless the pool's references are exactly those of sequences that run or load and of fetches,
+        and the books of drafters balance."""
         fetched = () if self._prefetching is None else self._prefetching.held
         self._cache.check_integrity((*self._scheduler.running, *self._scheduler.loading), fetched)
+        self._speculator.check_integrity()
         if self._ordering is not None:
             self._ordering.check_integrity()
 
@@ -385,6 +350,59 @@ class Engine:
         """Seconds of computing these blocks of a sequence, as measured."""
         return self._prefill.seconds(first * self.config.block_size, (last - first) * self.config.block_size)
 
+    def _step(self, output: StepOutput) -> None:
+        began = self._clock()
+        if self._ordering is not None:
+            self._ordering.before_step(began, idle=self._is_idle())
+        plan = self._scheduler.schedule(began)
+        totals = self._meter.totals
+        totals.preemptions += plan.preempted
+        for request in plan.started:
+            totals.prompt_tokens += request.prompt_tokens
+            totals.cached_tokens += request.cached_tokens
+            self._sessions.began(request.session, request.sequences[0].digests, request.cached_tokens // self.config.block_size)
+            if self._ordering is not None:
+                self._ordering.began(request)
+            output.started(request)
+            for sequence, decision in request.ended:
+                output.finished(request, sequence.index, decision)
+        if not plan.scheduled:
+            # Blocks are being loaded, and nobody can go on without them.
+            time.sleep(_NOTHING_TO_DO)
+            return
+        totals.steps += 1
+        before = totals.generated_tokens
+        try:
+            logits = self._compute(plan)
+            self._chooser.choose(logits, output)
+        except ForwardCancelledError:
+            return  # nothing of it counts, and whoever it was for is dropped before the next step
+        except IntegrityError:
+            raise  # the books are wrong: nothing that goes on from here can be trusted
+        except Exception as error:
+            logger.exception("a step failed; the %d sequences in it are dropped", len(plan.scheduled))
+            message = f"The step that computed this request failed: {error or type(error).__name__}"
+            for item in plan.scheduled:
+                self._in_flight.fail(item.sequence.request, "engine_error", message, output)
+            return
+        prefilled = sum(item.count for item in plan.scheduled if item.is_prefill)
+        decoded = sum(not item.is_prefill for item in plan.scheduled)
+        totals.decode_passes += decoded
+        if decoded:
+            # Guesses that came true and forced tokens are tokens as well.
+            first = sum(item.sequence.slots for item in plan.scheduled if item.is_prefill and item.samples)
+            decoded = max(totals.generated_tokens - before - first, decoded)
+        seconds = self._clock() - began
+        self._meter.step(prefilled, decoded, seconds)
+        if not prefilled:
+            self._speculator.stepped(seconds, decoded, len(plan.scheduled))
+        if self._ordering is not None:
+            self._ordering.worked(seconds)
+        if self._tiers is not None:
+            self._tiers.store(self._cache.take_filled())
+        if prefilled > _MOSTLY * decoded:
+            self._prefill.took([(item.start, item.count) for item in plan.scheduled if item.is_prefill], seconds)
+
     def _compute(self, plan: StepPlan) -> torch.Tensor:
         """The logits of the plan's sampling sequences, one row each, in the plan's order."""
         batch = build_batch(plan.scheduled, self.config.block_size, self._runner.device)
@@ -407,4 +425,5 @@ class Engine:
             self._cancelling.end()
         for item in plan.scheduled:
             self._in_flight.computed(item.sequence, item.known)
+            item.sequence.request.decode_passes += not item.is_prefill
         return logits

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from engine.core import RequestRefused
 from engine.request import ForbiddenTokenError, Request, Sequence, Status
@@ -17,6 +16,7 @@ from engine.resuming import replay, resumed_tokens
 from engine.sampling.params import validate
 from engine.sampling.state import GREEDY_BELOW, SamplingState
 from engine.sampling.stopping import StopChecker, StopDecision
+from engine.session_numbers import session_number
 from gateway.workers.protocol import GenerateRequest
 from grammar.compiler import CompiledGrammar
 from grammar.detokenizer import Detokenizer
@@ -169,13 +169,6 @@ def _append(sequence: Sequence, token_id: int) -> StopDecision | None:
             "with the grammar that the generation began with.",
             f"resume[{sequence.index}].packed_token_ids",
         ) from None
-
-
-def session_number(tenant: str, session: str | None) -> int:
-    """31 bits that stand for a session of a tenant, never 0; 0 for none."""
-    if session is None:
-        return 0
-    return xxhash.xxh3_64_intdigest(f"{tenant}\x00{session}".encode("utf-8", "surrogatepass")) >> 33 | 1
 
 
 def _prompt(wire: GenerateRequest, vocab_size: int) -> npt.NDArray[np.uint32]:

@@ -91,7 +91,7 @@ def _remembered_step_bytes(
     if measurements is None:
         return _largest_step_bytes(config, model, layout, forward, sampler)
     settings = asdict(config)
-    for irrelevant in ("model", "model_name", "kv_memory_fraction", "graph_batch_sizes"):
+    for irrelevant in ("model", "model_name", "kv_memory_fraction", "graph_batch_sizes", "draft"):
         del settings[irrelevant]
     kernel = getattr(forward, "kernel", None)
     depends_on = {

@@ -18,9 +18,14 @@ from engine.kv_memory import KVBudget, kv_budget
 from engine.measurements import Measurements
 from engine.models.registry import LoadedModel, load_model
 from engine.sampling.sampler import Sampler
+from engine.speculation.draft_loading import load_draft
+from engine.speculation.drafts import Drafter
+from engine.speculation.ngram_drafter import NGramDrafter
 from engine.startup import StartupClock, describe
 from grammar.compiler import GrammarCompiler
 from grammar.detokenizer import Detokenizer
+from grammar.known_sources import KnownSources
+from grammar.warming import warm_up
 from offload.config import OffloadConfig
 
 logger = logging.getLogger(__name__)
@@ -60,12 +65,14 @@ def load_engine(
     report: Report = silent,
     clock: StartupClock | None = None,
     offload: OffloadConfig | None = None,
+    known_tools: Path | None = None,
 ) -> Engine:
     """Loads the model of a configuration, sizes its KV memory, makes the engine and warms it up. Sets torch's threads if
     configured.
 
     cache_dir: where digests of weight files, built kernels and measurements are kept (default: the user's cache directory).
-    clock: what the start took up to here. offload: the tiers below the device. Raises CheckpointError for a model
+    clock: what the start took up to here. offload: the tiers below the device. known_tools: where grammars of tool lists are
+    remembered, to be compiled in the background at the next start (default: nowhere). Raises CheckpointError for a model
     that cannot be loaded and ConfigError for settings that do not fit it or this machine.
     """
     clock = StartupClock() if clock is None else clock
@@ -80,12 +87,37 @@ def load_engine(
     forward = choose_forward(config, model.decoder, cache / "kernels")
     clock.enter("warm_up")
     sampler = Sampler(spec.vocab_size, model.decoder.device, row_chooser(forward))
+    draft = None
+    if config.draft is not None:
+        draft = load_draft(
+            config,
+            config.draft,
+            model,
+            dtype=resolve_dtype(config),
+            kernel_dir=cache / "kernels",
+            cache_dir=cache_dir,
+            report=report,
+        )
     budget = kv_budget(config, model, forward, sampler, Measurements(cache / "measurements"))
+    drafters: list[Drafter] | None = None
+    if draft is not None:
+        budget, draft_blocks = draft.share(budget)
+        draft_model = draft.drafter(draft_blocks, sampler)
+        draft_model.warm_up()
+        drafters = [NGramDrafter(), draft_model]
     max_model_len = _max_model_len(config, model, budget)
     logger.info("%s", budget.describe(config.block_size, max_model_len))
     clock.enter("load")
     tokenizer_json = config.model / "tokenizer.json"
     tokenizer = _tokenizer(tokenizer_json)
+    known = None
+    grammars = None
+    if tokenizer is not None:
+        if known_tools is not None:
+            known = KnownSources(
+                known_tools, tokenizer_json.read_bytes() + repr((spec.vocab_size, spec.eos_token_ids)).encode()
+            )
+        grammars = GrammarCompiler(tokenizer_json, spec.vocab_size, spec.eos_token_ids, known=known)
     engine = Engine(
         config,
         model,
@@ -93,13 +125,16 @@ def load_engine(
         max_model_len=max_model_len,
         forward=forward,
         sampler=sampler,
-        grammars=None if tokenizer is None else GrammarCompiler(tokenizer_json, spec.vocab_size, spec.eos_token_ids),
+        grammars=grammars,
         detokenizer=None if tokenizer is None else Detokenizer(tokenizer),
+        drafters=drafters,
         graph_capture=graph_capture(forward),
         offload=offload,
     )
     clock.enter("warm_up")
     engine.warm_up()
+    if grammars is not None and known is not None:
+        warm_up(grammars, known.all())
     seconds = clock.seconds()
     engine.started_in(seconds)
     logger.info("%s %s", engine.info.model, describe(seconds))

@@ -35,8 +35,6 @@ class Totals:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
     forced_tokens: int = 0
     decode_passes: int = 0
     preemptions: int = 0

@@ -248,10 +248,11 @@ class Offloading:
 
     @property
     def capacity(self) -> int:
-        """Blocks that the largest tier of this machine that can be used now holds; how much of a remote one is ours nobody
-        knows."""
+        """Blocks that this engine's share of the largest tier of this machine holds, of those that can be used now. How much of
+        a remote one is ours nobody knows."""
         usable = {tier.name for tier in self._stack.tiers if tier.is_available and tier.name in (HOST, DISK)}
-        return max((tier.max_bytes // self._block_bytes for tier in self.stats() if tier.name in usable), default=0)
+        shares = (tier.max_bytes // (self._block_bytes * tier.users) for tier in self.stats() if tier.name in usable)
+        return max(shares, default=0)
 
     def take_events(self) -> list[KVEvent]:
         """What has changed in the tiers."""
@@ -282,6 +283,7 @@ class Offloading:
             hit_tokens_total=self.loaded_blocks.get(tier.name, 0) * self._pool.block_size,
             errors_total=figures.errors,
             seconds_per_block=tier.cost.seconds,
+            users=figures.users,
         )
 
     def wait_idle(self, timeout: float) -> bool:

@@ -55,6 +55,10 @@ class StepOutput:
                 prefill_seconds=first_token_at - started_at,
                 decode_seconds=now - first_token_at,
                 preemptions=request.preemptions,
+                drafted_tokens=request.drafted_tokens,
+                accepted_tokens=request.accepted_tokens,
+                forced_tokens=request.forced_tokens,
+                decode_passes=request.decode_passes,
             ),
         )
 

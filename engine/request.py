@@ -43,8 +43,8 @@ class Sequence:
     `digests` names the full blocks of what is known so far (empty without prefix caching), `published` of them were given to
     the pool. `matcher` stands after `output` in the grammar. The first `resumed` tokens of `output` were generated on another
     worker. `next_mask`: what the grammar allows after `output`, int32 [ceil(V / 32)], where it has been asked; `slow_mask`: the
-    last one took long. `history` and `draft_length` belong to speculation. `broken`: what went wrong in the grammar between two
-    tokens.
+    last one took long. `history` and `draft_lengths`, by drafter, belong to speculation. `broken`: what went wrong in the
+    grammar between two tokens.
     """
 
     request: Request
@@ -62,7 +62,7 @@ class Sequence:
     next_mask: torch.Tensor | None = None
     slow_mask: bool = False
     history: History | None = None
-    draft_length: DraftLength | None = None
+    draft_lengths: dict[str, DraftLength] = field(default_factory=dict)
     broken: Exception | None = None
 
     def append(self, token_id: int) -> StopDecision | None:
@@ -149,6 +149,10 @@ class Request:
     added_at: float = 0.0
     started_at: float | None = None
     first_token_at: float | None = None
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    forced_tokens: int = 0
+    decode_passes: int = 0
     ended: list[tuple[Sequence, StopDecision]] = field(default_factory=list)
     held: list[Sequence] = field(default_factory=list)
 

@@ -23,7 +23,8 @@ from dataclasses import dataclass, field, replace
 from engine.kv_cache import BlockCopy, KVCache
 from engine.offloading import Offloading
 from engine.request import Request, Sequence, Status
-from engine.speculation.speculator import Draft, Speculator
+from engine.speculation.drafts import Draft
+from engine.speculation.speculator import Speculator
 
 _LOOKED_AT = 4
 """Sequences at the head of the queue that are looked at for something to load."""
@@ -178,11 +179,11 @@ class Scheduler:
         if self._speculator is None:
             return
         draft.rows -= sum(item.sequence.slots for item in draft.scheduled.values() if item.samples)
-        for item in tuple(draft.scheduled.values()):
+        decoding = [item for item in draft.scheduled.values() if item.samples and not item.is_prefill]
+        sequences = [item.sequence for item in decoding]
+        guesses = self._speculator.propose(sequences, len(self.running), min(draft.budget, draft.rows))
+        for item, guess in zip(decoding, guesses, strict=True):
             sequence = item.sequence
-            if not item.samples or item.is_prefill:
-                continue
-            guess = self._speculator.propose(sequence, len(self.running), min(draft.budget, draft.rows))
             if guess is None:
                 continue
             count = item.count + len(guess.tokens)

@@ -10,9 +10,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from engine.intake import session_number
 from engine.offloading import Offloading
 from engine.prefetching import FETCH_AT, Named, Prefetching
+from engine.session_numbers import session_number
 from gateway.workers.protocol import RetentionHint
 from prefix_cache.block_pool import BlockPool
 from prefix_cache.hashing import BlockHash, JoinedDigests, join_digests, split_digests

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.intake import session_number
 from engine.request import Request, Sequence
 from engine.scheduler import Scheduler
 from engine.session_blocks import SessionBlocks
 from engine.session_door import SessionDoor, Turn
+from engine.session_numbers import session_number
 from gateway.workers.protocol import RetentionHint
 from prefix_cache.block_pool import IntegrityError
 
@@ -21,11 +21,12 @@ _MOST_OUTPUT = 2048
 
 @dataclass(frozen=True, slots=True)
 class DoorFigures:
-    """`held`: requests at the door, with so many tokens of prompts. `in_progress`, `paused`: sessions. Totals since the
-    start."""
+    """`held`: requests at the door, with so many tokens of prompts, and blocks that they will need. `in_progress`, `paused`:
+    sessions. Totals since the start."""
 
     held: int = 0
     held_tokens: int = 0
+    held_blocks: int = 0
     in_progress: int = 0
     paused: int = 0
     held_total: int = 0
@@ -51,24 +52,32 @@ class SessionScheduling:
         self._held: dict[str, Request] = {}
         self._requests: dict[str, Request] = {}  # of sessions, that went in and have not ended
         self._held_tokens = 0
+        self._held_blocks = 0
 
     def figures(self) -> DoorFigures:
         """How it stands."""
         door = self._door
         counts = door.counts
-        return DoorFigures(len(self._held), self._held_tokens, door.in_progress, door.paused, counts.held, counts.paused)
+        held, tokens, blocks = len(self._held), self._held_tokens, self._held_blocks
+        return DoorFigures(held, tokens, blocks, door.in_progress, door.paused, counts.held, counts.paused)
 
-    def arrives(self, request: Request) -> bool:
-        """True when it may go to the queue now. Those without a session, and those that another worker began, always may."""
+    @property
+    def is_crowded(self) -> bool:
+        """True while somebody waits at the door or pauses."""
+        return bool(self._held) or self._door.paused > 0
+
+    def arrives(self, request: Request, born: int) -> bool:
+        """True when it may go to the queue now. Those without a session, and those that another worker began, always may.
+        born: what its session goes by at the door, the lower the earlier."""
         if not request.session or request.forked:
             return True
         sequence = request.sequences[0]
         turn = Turn(
             request.request_id,
             request.session,
-            sequence.rank,
+            (request.priority, born, request.arrival, 0),
             sequence.digests,
-            -(-min(request.max_total - request.prompt_tokens, _MOST_OUTPUT) // self._block_size),
+            self._needs(request) - len(sequence.digests),
         )
         if self._door.arrives(turn, self._clock()):
             self._requests[request.request_id] = request
@@ -79,8 +88,7 @@ class SessionScheduling:
     def before_step(self, now: float, *, idle: bool) -> None:
         """Moves turns between the door and the queue. `idle`: nothing else is there to compute."""
         for turn in self._door.let_in(now, idle=idle):
-            request = self._held.pop(turn.request_id)
-            self._held_tokens -= request.prompt_tokens
+            request = self._unhold(turn.request_id)
             self._requests[request.request_id] = request
             self._scheduler.enqueue(request.sequences[0])
         for sequence in self._scheduler.loading:
@@ -121,8 +129,8 @@ class SessionScheduling:
 
     def ended(self, request: Request, sequence: Sequence | None) -> None:
         """It has ended, with the blocks of `sequence`, or was dropped, wherever it was."""
-        if self._held.pop(request.request_id, None) is not None:
-            self._held_tokens -= request.prompt_tokens
+        if request.request_id in self._held:
+            self._unhold(request.request_id)
             self._door.leaves(request.request_id)
         elif self._requests.pop(request.request_id, None) is not None:
             digests = None if sequence is None else sequence.digests
@@ -135,6 +143,17 @@ class SessionScheduling:
     def _hold(self, request: Request) -> None:
         self._held[request.request_id] = request
         self._held_tokens += request.prompt_tokens
+        self._held_blocks += self._needs(request)
+
+    def _unhold(self, request_id: str) -> Request:
+        request = self._held.pop(request_id)
+        self._held_tokens -= request.prompt_tokens
+        self._held_blocks -= self._needs(request)
+        return request
+
+    def _needs(self, request: Request) -> int:
+        """Blocks of its prompt and of an answer."""
+        return -(-min(request.max_total, request.prompt_tokens + _MOST_OUTPUT) // self._block_size)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless the books balance."""

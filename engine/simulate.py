@@ -22,6 +22,8 @@ from engine.simulation.clock import Clock, MonotonicClock
 from engine.simulation.config import SimulationConfig
 from engine.simulation.scheduler import Batch, Scheduler, tokens_waiting
 from engine.simulation.sequences import Prepared, Request, Sequence, prepare
+from engine.simulation.sessions import SimulatedSessions
+from engine.simulation.tiers import SimulatedTiers
 from engine.simulation.tokens import TokenSource
 from gateway.workers.protocol import (
     PROTOCOL_VERSION,
@@ -38,7 +40,9 @@ from gateway.workers.protocol import (
 )
 from grammar.detokenizer import Detokenizer
 from prefix_cache.events import DEVICE, KVEvent
+from prefix_cache.expected_use import ExpectedUsePolicy
 from prefix_cache.hashing import BlockHash, namespace_digest
+from prefix_cache.worth import SUPERSEDED
 
 _RATE_DECAY = 0.95
 
@@ -54,7 +58,11 @@ class SimulatedEngine:
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._namespace = namespace_digest({"simulated": True, "model": config.model, "block_size": config.block_size})
         self._source = TokenSource(config.token_ids, config.eos_token_ids, config.mean_output_tokens)
-        self._scheduler = Scheduler(config)
+        self._tiers: SimulatedTiers | None = None
+        if config.offload is not None and config.offload.is_on and config.prefix_caching:
+            self._tiers = SimulatedTiers(config, self._namespace, self._clock)
+        self._scheduler = Scheduler(config, ExpectedUsePolicy(self._clock.now), self._tiers)
+        self._sessions = SimulatedSessions(self._scheduler.pool, self._tiers, self._clock)
         self._requests: dict[str, Request] = {}
         self._batch: Batch | None = None
         self._deadline = 0.0
@@ -123,7 +131,12 @@ class SimulatedEngine:
         return True
 
     def has_work(self) -> bool:
-        return bool(self._scheduler.running or self._scheduler.waiting or self._over)
+        scheduler = self._scheduler
+        return bool(scheduler.running or scheduler.waiting or scheduler.loading or self._over) or self._has_news()
+
+    def wakes_in(self) -> float | None:
+        """Seconds after which `has_work` may be True though nothing happens; None: never."""
+        return None if self._tiers is None else self._tiers.wakes_in()
 
     def interrupt(self) -> None:
         """From any thread: a `step` that waits returns; the next one goes on waiting for the same batch."""
@@ -135,10 +148,10 @@ class SimulatedEngine:
             self._batch = None  # all of it was aborted
         if self._over:
             return self._end_over()
-        if not self.has_work():
+        if self._tiers is not None:
+            self._tiers.look()
+        if self._batch is None and not self._begin():
             return []
-        if self._batch is None:
-            self._begin()
         if not self._clock.wait_until(self._deadline):
             return []
         return self._end()
@@ -162,29 +175,58 @@ class SimulatedEngine:
             aborted_total=self._aborted,
             prefill_tokens_per_second=self._prefill_rate.value,
             decode_tokens_per_second=self._decode_rate.value,
+            loading=len(self._scheduler.loading),
+            lost_blocks_total=self._sessions.lost_blocks,
+            prefetched_blocks_total=0 if self._tiers is None else self._tiers.prefetched,
+            useless_prefetches_total=0 if self._tiers is None else self._tiers.useless_prefetches,
+            tiers=() if self._tiers is None else self._tiers.stats(),
         )
 
     def take_events(self) -> list[KVEvent]:
-        return self._scheduler.pool.take_events()
+        events = self._scheduler.pool.take_events()
+        return events if self._tiers is None else [*events, *self._tiers.take_events()]
 
     def snapshot(self) -> dict[str, bytes]:
         digests = self._scheduler.pool.snapshot()
-        return {DEVICE: digests} if digests else {}
+        tiers = {} if self._tiers is None else self._tiers.snapshot()
+        return {DEVICE: digests, **tiers} if digests else tiers
 
     def retain(self, hints: Iterable[RetentionHint]) -> None:
-        """Nothing here depends on it."""
+        for hint in hints:
+            self._sessions.told(hint)
 
     def supersede(self, digests: Iterable[BlockHash]) -> int:
+        digests = tuple(digests)
+        if self._tiers is not None:
+            self._tiers.mark(digests, SUPERSEDED)
         return self._scheduler.pool.supersede(digests)
 
     def check_integrity(self) -> None:
         self._scheduler.pool.check_integrity(self._scheduler.held())
 
-    def _begin(self) -> None:
-        now = self._clock.now()
-        self._batch = batch = self._scheduler.plan()
+    def close(self) -> None:
+        """Leaves the tiers. Idempotent."""
+        if self._tiers is not None:
+            self._tiers.close()
+
+    def _has_news(self) -> bool:
+        return self._tiers is not None and self._tiers.has_news
+
+    def _begin(self) -> bool:
+        """Plans a batch. False when there is none: nobody is there, or all who are wait for their blocks."""
+        scheduler, now = self._scheduler, self._clock.now()
+        scheduler.take_arrived(now)
+        if not (scheduler.running or scheduler.waiting):
+            if scheduler.loading:
+                self._clock.wait_until(min(load.ready_at for load in scheduler.loading))
+            return False
+        self._batch = batch = scheduler.plan()
         if not batch.work:
-            raise RuntimeError("the scheduler has sequences and runs none of them")
+            self._batch = None
+            if not scheduler.loading:
+                raise RuntimeError("the scheduler has sequences and runs none of them")
+            self._clock.wait_until(min(load.ready_at for load in scheduler.loading))
+            return False
         for work in batch.work:
             request = work.sequence.request
             if request.started_at is None:
@@ -192,7 +234,10 @@ class SimulatedEngine:
                 request.cached_tokens = min(work.sequence.computed, request.prepared.prompt_tokens)
                 self._prompt_tokens += request.prepared.prompt_tokens
                 self._cached_tokens += request.cached_tokens
+                held = request.cached_tokens // self.config.block_size
+                self._sessions.began(request.prepared.session, work.sequence.digests, held)
         self._deadline = now + batch.seconds * self.config.time_scale
+        return True
 
     def _end(self) -> list[tuple[str, Chunk]]:
         batch, self._batch = self._batch, None
@@ -289,9 +334,11 @@ class SimulatedEngine:
         chunks.append((request_id, Tokens((token,), sequence.index)))
         if decision is not None:
             chunks.append((request_id, Finished(decision.finish_reason, sequence.index, decision.stop_reason)))
+            full = sequence.published
             self._scheduler.drop(sequence)
             request.sequences.remove(sequence)
             if not request.sequences:
+                self._sessions.ended(request.prepared.session, sequence.digests[:full])
                 del self._requests[request_id]
                 chunks.append((request_id, self._done(request, now)))
 

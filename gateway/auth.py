@@ -57,6 +57,12 @@ class ApiKeys:
         if self._file is not None:
             self._file.changed()
         self._load()
+        # Most gateways without keys are asked by callers without one.
+        self._nobody = Caller(
+            tenant_of(None),
+            requests_per_minute=config.requests_per_minute,
+            tokens_per_minute=config.tokens_per_minute,
+        )
 
     @property
     def required(self) -> bool:
@@ -76,9 +82,11 @@ class ApiKeys:
         """Who sent a request with these headers. Raises TurnError 401."""
         key = presented_key(headers)
         if not self.required:
+            if key is None:
+                return self._nobody
             return Caller(
                 tenant_of(key),
-                self._name(digest_of(key)) if key is not None else "",
+                self._name(digest_of(key)),
                 requests_per_minute=self._config.requests_per_minute,
                 tokens_per_minute=self._config.tokens_per_minute,
             )
@@ -178,10 +186,13 @@ def named_tenant(name: str) -> str:
 
 def presented_key(headers: Mapping[str, str]) -> str | None:
     """The key a request carries, in the way of either dialect; None without one."""
-    scheme, _, token = headers.get("Authorization", "").partition(" ")
-    if scheme.lower() == "bearer" and token.strip():
-        return token.strip()[:MAX_KEY_BYTES]
-    return headers.get("x-api-key", "").strip()[:MAX_KEY_BYTES] or None
+    authorization = headers.get("Authorization")
+    if authorization is not None:
+        scheme, _, token = authorization.partition(" ")
+        if scheme.lower() == "bearer" and token.strip():
+            return token.strip()[:MAX_KEY_BYTES]
+    key = headers.get("x-api-key")
+    return None if key is None else key.strip()[:MAX_KEY_BYTES] or None
 
 
 def _is_local(remote: str | None) -> bool:

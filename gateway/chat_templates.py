@@ -8,7 +8,7 @@ import re
 import secrets
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 from jinja2 import nodes
@@ -17,6 +17,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+
+E = TypeVar("E", bound=ImmutableSandboxedEnvironment)
 
 _DATE_CALL = re.compile(r"strftime_now\s*\(")
 _DATE = re.compile(r"""strftime_now\s*\(\s*["']([^"'\\]*)["']\s*\)""")
@@ -51,7 +53,7 @@ class _Dict:
         return dict.fromkeys(*args, **kwargs)
 
 
-class _Namespace(Namespace):
+class TemplateNamespace(Namespace):
     """`namespace(...)` that takes no underscore names."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
@@ -75,24 +77,25 @@ def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
-def _tojson(
+def to_json(
     value: Any,
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML, which a prompt must not have."""
+    """The filter `tojson`. Jinja's own escapes HTML, which a prompt must not have."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    environment.filters["tojson"] = _tojson
+def make_environment(now: Callable[[], datetime], kind: type[E]) -> E:
+    """What chat templates expect. `now` is what strftime_now shows."""
+    environment = kind(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: now().strftime(form)
     environment.globals["dict"] = _Dict()
-    environment.globals["namespace"] = _Namespace
+    environment.globals["namespace"] = TemplateNamespace
     return environment
 
 
@@ -119,7 +122,7 @@ class ChatTemplate:
         # A date whose format is not written out, or a template that draws lots.
         self._unforeseeable = len(_DATE_CALL.findall(source)) != len(self._formats) or bool(_RANDOM.search(source))
         try:
-            environment = _environment(now)
+            environment = make_environment(now, ImmutableSandboxedEnvironment)
             self._template = environment.from_string(source)
             self.content_words = _content_words(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
@@ -130,6 +133,16 @@ class ChatTemplate:
         if self._unforeseeable:
             return [secrets.token_hex(8)]
         return [self._now().strftime(form) for form in self._formats]
+
+    @property
+    def is_foreseeable(self) -> bool:
+        """Whether it shows nothing but what it is given and `volatile`."""
+        return not self._unforeseeable
+
+    @property
+    def clock(self) -> Callable[[], datetime]:
+        """What strftime_now shows."""
+        return self._now
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """The text for these variables (messages, tools, documents, add_generation_prompt, special tokens and more).

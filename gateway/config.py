@@ -42,6 +42,8 @@ class HttpConfig:
     request to arrive, once its connection is there. `idle_timeout`: for which a connection is kept between requests.
     `max_header_bytes`: of all headers of a request. `max_connections`: beyond them, those that are idle are closed, and where
     none is, new ones get a 503; 0: no limit. `tls_cert`, `tls_key`: PEM files for HTTPS, read again when they change.
+    `body_memo_bytes`: for what is remembered of conversations' bodies, so that the next turn's is parsed from where it goes
+    on; 0: nothing.
     `cors_origins`: of web pages that may call this gateway ("*": all); none by default.
     """
 
@@ -63,6 +65,7 @@ class HttpConfig:
     idle_timeout: float = 75.0
     max_header_bytes: int = 64 * 1024
     max_connections: int = 10_000
+    body_memo_bytes: int = 64 * MIB
     tls_cert: str | None = None
     tls_key: str | None = None
     cors_origins: tuple[str, ...] = ()
@@ -89,6 +92,8 @@ class HttpConfig:
                 raise ValueError(f"http.{name} must be positive, or 0 for no limit, not {getattr(self, name)}")
         if self.max_connections < 0:
             raise ValueError(f"http.max_connections must be at least 0 (no limit), not {self.max_connections}")
+        if self.body_memo_bytes < 0:
+            raise ValueError(f"http.body_memo_bytes must be at least 0 (nothing is remembered), not {self.body_memo_bytes}")
         if self.max_header_bytes < 1024:
             raise ValueError(f"http.max_header_bytes must be at least 1024, not {self.max_header_bytes}")
         if (self.tls_cert is None) != (self.tls_key is None):

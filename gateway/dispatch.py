@@ -89,6 +89,7 @@ class PoolDispatcher:
     ) -> None:
         self._config = config
         self._admission = admission if admission is not None else AdmissionConfig()
+        self._limits = Limits(config.max_attempts, config.max_migrations, config.resume_wait)
         self._freed: Callable[[], None] = lambda: None
         self._roomy: dict[str, Member] = {}
         self._telemetry = telemetry
@@ -176,11 +177,14 @@ class PoolDispatcher:
         info, requests, share = member.info, member.requests, 1 + self._admission.ahead
         if info is None or not requests:
             return True
-        if 0 < info.max_concurrency * share < requests + 1:
-            return False
         used, stats = int(member.books.blocks * member.sharing.factor), member.stats
         if stats is not None:
+            # Turns of sessions in progress pass those that are held there; who may not was held back by admission.
+            requests -= min(stats.held, requests)
+            used -= min(stats.held_blocks, used)
             used = max(used, stats.num_blocks - stats.free_blocks - stats.cached_blocks)
+        if 0 < info.max_concurrency * share < requests + 1:
+            return False
         return info.num_blocks <= 0 or used + blocks <= info.num_blocks * share
 
     async def wait_ready(self, count: int, timeout: float | None = None) -> None:
@@ -227,7 +231,7 @@ class PoolDispatcher:
             ),
             prompt.num_tokens,
             trace_headers,
-            Limits(self._config.max_attempts, self._config.max_migrations, self._config.resume_wait),
+            self._limits,
             Hooks(
                 place=place,
                 retried=self._retried,
@@ -289,31 +293,27 @@ class PoolDispatcher:
     ) -> Placement:
         """`resumed_from`: the namespace of the lost worker that began it, so only one that can go on, with the same weights,
         will do. `output`: tokens for which KV is set aside."""
-        members = {
-            member.name: member
-            for member in self.pool.candidates(model, excluded, opaque=opaque)
-            if resumed_from is None or _goes_on(member, resumed_from)
-        }
+        members = self.pool.candidates(model, excluded, opaque=opaque)
+        if resumed_from is not None:
+            members = [member for member in members if _goes_on(member, resumed_from)]
         if not members:
             raise self.pool.none_up(model)
-        info = next(iter(members.values())).info
+        info = members[0].info
         blocks = needed_blocks(tokens, output, info)
         # A worker that has no room left is none to choose, unless none has.
-        full = [name for name, member in members.items() if not self._has_room(member, blocks)]
-        if full and len(full) < len(members):
-            for name in full:
-                del members[name]
+        members = [member for member in members if self._has_room(member, blocks)] or members
         with self._stages.spent("route"):
             route = self.router.route(
                 digests=digests,
                 prompt_tokens=tokens,
                 block_size=info.block_size if info is not None else 1,
                 session=session,
-                loads=[member.load for member in members.values()],
+                loads=[member.load for member in members],
                 request_id=request_id,
                 last_instance=last_instance,
             )
-        member = members[route.receipt.worker]
+        chosen = route.receipt.worker
+        member = next(member for member in members if member.name == chosen)
         return Placement(member, route, member.books.open(tokens, route.receipt.matched_tokens, blocks))
 
     def _retried(self, worker: str) -> None:

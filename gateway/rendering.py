@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import xxhash
+
 from gateway.chat_templates import ChatTemplate, TemplateRefusal
 from gateway.turn import TurnError
 from grammar.formats.base import ToolFormat
@@ -51,6 +53,9 @@ class ChatRenderer:
         """
         self._model = model
         self._special_tokens = dict(special_tokens)
+        told = json.dumps([sorted(templates.items()), sorted(special_tokens.items()), type(tool_format).__name__])
+        self.fingerprint = xxhash.xxh3_128_hexdigest(told.encode())
+        """Equal for renderers that write the same for the same."""
         self._format = tool_format
         self._templates: dict[str, tuple[ChatTemplate, TemplateTraits]] = {}
         for name, source in templates.items():
@@ -97,15 +102,10 @@ class ChatRenderer:
                 param="messages",
             )
         template, traits = self._choose(bool(tools))
-        variables = {
-            **self._special_tokens,
-            "documents": None,
-            **(template_kwargs or {}),
-            "tools": [tool_dict(tool) for tool in tools] if tools and traits.shows_tools else None,
-            "add_generation_prompt": add_generation_prompt,
-        }
+        variables = self.variables(tools, template_kwargs=template_kwargs, add_generation_prompt=add_generation_prompt)
+        variables["messages"] = self._prepare(messages, tools, traits)
         try:
-            return template.render({**variables, "messages": self._prepare(messages, tools, traits)})
+            return template.render(variables)
         except RecursionError as error:
             raise TurnError(
                 400,
@@ -120,6 +120,28 @@ class ChatRenderer:
                 f"The chat template of '{self._model}' does not take this conversation: {_sentence(str(refusal))}",
                 param="messages",
             ) from refusal
+
+    def variables(
+        self, tools: Sequence[Tool], *, template_kwargs: Mapping[str, Any] | None, add_generation_prompt: bool
+    ) -> dict[str, Any]:
+        """What a template gets beside the messages."""
+        return {
+            **self._special_tokens,
+            "documents": None,
+            **(template_kwargs or {}),
+            "tools": [tool_dict(tool) for tool in tools] if tools and self.traits(bool(tools)).shows_tools else None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+
+    def template(self, with_tools: bool) -> ChatTemplate:
+        """The one for turns with or without tools. Raises KeyError without a template."""
+        return self._choose(with_tools)[0]
+
+    def prepared(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], *, with_tools: bool) -> list[Any]:
+        """Messages as the template for turns with or without tools gets them. Of a conversation that begins with other
+        messages, and goes on with these, it gets those and these, if `tools` are none here, and not both results of calls
+        end there and begin here."""
+        return self._prepare(messages, tools, self.traits(with_tools))
 
     def _choose(self, with_tools: bool) -> tuple[ChatTemplate, TemplateTraits]:
         if with_tools and "tool_use" in self._templates:

@@ -69,6 +69,7 @@ class RunningTurn:
         self._seconds = [(0.0, 0.0)] * len(generations)
         self._cached_known = [True] * len(generations)
         self._closing: asyncio.Future[None] | None = None
+        self._complete = False
         self._released: tuple[tuple[Receipt, ...], tuple[ChoiceState, ...], tuple[Migration, ...]] | None = None
 
     @property
@@ -147,34 +148,53 @@ class RunningTurn:
 
     async def events(self) -> AsyncGenerator[TurnEvent, None]:
         """Deltas and ends of the choices, as they come. Raises TurnError when a worker fails."""
-        async with aclosing(self._merged()) as merged:
-            async for position, chunk in merged:
-                match chunk:
-                    case Tokens():
+        if len(self._generations) == 1:
+            async for chunk in self._generations[0].chunks():
+                if type(chunk) is Tokens:  # nearly all of them
+                    self._completion[0] += len(chunk.token_ids)
+                    yield self._decoder(0, chunk.index).feed(chunk)
+                else:
+                    for event in await self._last_words(0, chunk):
+                        yield event
+        else:
+            async with aclosing(self._merged()) as merged:
+                async for position, chunk in merged:
+                    if type(chunk) is Tokens:
                         self._completion[position] += len(chunk.token_ids)
                         yield self._decoder(position, chunk.index).feed(chunk)
-                    case Finished():
-                        if chunk.finish_reason == "abort":
-                            raise TurnError(
-                                503, "aborted", "The worker ended the generation before it was complete. Try again."
-                            )
-                        decoder = self._decoder(position, chunk.index)
-                        delta, end = decoder.finish(chunk)
-                        if self._after_check is not None:
-                            decoder.state.violations.extend(await self._after_check.of(decoder.state))
-                            end = replace(end, violations=tuple(decoder.state.violations))
-                        yield delta
-                        yield end
-                    case Done():
-                        self._cached[position], self._cached_known[position] = chunk.cached_tokens, chunk.cached_known
-                        self._completion[position] = chunk.completion_tokens
-                        self._seconds[position] = (chunk.prefill_seconds, chunk.decode_seconds)
-        unfinished = [choice.index for choice in self.choices if choice.finish_reason is None]
-        if unfinished:
+                    else:
+                        for event in await self._last_words(position, chunk):
+                            yield event
+        if any(decoder.state.finish_reason is None for decoder in self._decoders):
             raise TurnError(502, "worker_error", "The worker's answer ended before the generation did. Try again.")
+        self._complete = True
+
+    async def _last_words(self, position: int, chunk: Chunk) -> Sequence[TurnEvent]:
+        """What the end of a choice, or of a generation, means."""
+        match chunk:
+            case Finished():
+                if chunk.finish_reason == "abort":
+                    raise TurnError(503, "aborted", "The worker ended the generation before it was complete. Try again.")
+                decoder = self._decoder(position, chunk.index)
+                delta, end = decoder.finish(chunk)
+                if self._after_check is not None:
+                    decoder.state.violations.extend(await self._after_check.of(decoder.state))
+                    end = replace(end, violations=tuple(decoder.state.violations))
+                return delta, end
+            case Done():
+                self._cached[position], self._cached_known[position] = chunk.cached_tokens, chunk.cached_known
+                self._completion[position] = chunk.completion_tokens
+                self._seconds[position] = (chunk.prefill_seconds, chunk.decode_seconds)
+        return ()
 
     async def aclose(self) -> None:
         """Ends the generations that still run, at once; idempotent. It comes to its end also when it is cancelled."""
+        if self._complete and self._closing is None:
+            # Nothing is to be aborted, and whom it waits for is in the same process: no task of its own is needed.
+            self._closing = asyncio.get_running_loop().create_future()
+            self._closing.set_result(None)
+            await self._close()
+            return
         if self._closing is None:
             self._closing = asyncio.ensure_future(self._close())
         await asyncio.shield(self._closing)

@@ -84,7 +84,12 @@ class TextTokenizer:
         eos = files.special_tokens.get("eos_token")
         named = None if eos is None else backend.token_to_id(eos)
         self.eos_token_ids: frozenset[int] = frozenset((*files.eos_token_ids, *(() if named is None else (named,))))
-        self.longest_token: int = max((len(token) for token in backend.get_vocab(with_added_tokens=True)), default=1)
+        self._size = int(backend.get_vocab_size(with_added_tokens=True))
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.longest_token: int = max(map(len, vocabulary), default=1)
+        ids = sorted(vocabulary.values())
+        # Below it, every id is one of a token; of all but a few vocabularies it is their end.
+        self._gapless = next((at for at, token_id in enumerate(ids) if at != token_id), len(ids))
 
     @classmethod
     def load(cls, directory: Path) -> TextTokenizer:
@@ -104,7 +109,7 @@ class TextTokenizer:
     @property
     def size(self) -> int:
         """Number of tokens, added ones included."""
-        return int(self._backend.get_vocab_size(with_added_tokens=True))
+        return self._size
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`. Releases the GIL: call it from a thread for long texts.
@@ -129,9 +134,10 @@ class TextTokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of `ids`. Raises ValueError for an id that is not in the vocabulary."""
-        for token_id in ids:
-            if not 0 <= token_id <= 0xFFFFFFFF or self._backend.id_to_token(token_id) is None:
-                raise ValueError(f"{token_id} is not in the vocabulary of {self.size} tokens")
+        if ids and not 0 <= min(ids) <= max(ids) < self._gapless:
+            for token_id in ids:
+                if not 0 <= token_id <= 0xFFFFFFFF or self._backend.id_to_token(token_id) is None:
+                    raise ValueError(f"{token_id} is not in the vocabulary of {self.size} tokens")
         text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import xgrammar
 
+from grammar.known_sources import KnownSources
 from grammar.limits import DEFAULT_LIMITS, GrammarLimits
 from grammar.lowering import UNWRITABLE, error_text, lower, parse_source
 from grammar.probe import ProbeLost, Prober
@@ -196,7 +198,7 @@ class GrammarCompiler:
     `vocab_size` is the width of the model's logits, which may exceed the tokenizer's size; `stop_token_ids` end a
     generation and are allowed only where the grammar is complete. Compiled grammars and refusals are kept, least recently
     used first out, up to `limits.cache_entries` and `limits.cache_bytes`; XGrammar keeps parts that grammars share in as
-    many bytes again.
+    many bytes again. `known`: keeps sources for the next start (grammar.warming).
     """
 
     def __init__(
@@ -205,8 +207,11 @@ class GrammarCompiler:
         vocab_size: int,
         stop_token_ids: Sequence[int],
         limits: GrammarLimits = DEFAULT_LIMITS,
+        known: KnownSources | None = None,
     ) -> None:
         self._limits = limits
+        self._known_sources = known
+        self._closed = False
         tokens = tokenizer_info(tokenizer_json_path, vocab_size, stop_token_ids)
         info, self._specials = tokens.info, tokens.specials
         self._textless = frozenset(info.special_token_ids) - frozenset(info.stop_token_ids)
@@ -239,6 +244,7 @@ class GrammarCompiler:
                 self._running[key] = mine
         if running is not None:
             return _answer(running.result())
+        begun = time.perf_counter()
         try:
             outcome = self._attempt(source)
         except BaseException as error:
@@ -250,6 +256,8 @@ class GrammarCompiler:
             del self._running[key]
             self._remember(key, outcome)
         mine.set_result(outcome)
+        if self._known_sources is not None and isinstance(outcome, CompiledGrammar):
+            self._known_sources.compiled(source, (time.perf_counter() - begun) * 1000)
         return _answer(outcome)
 
     def _attempt(self, source: str) -> CompiledGrammar | GrammarRefused:
@@ -277,8 +285,17 @@ class GrammarCompiler:
             _, dropped = self._known.popitem(last=False)
             self._known_bytes -= _size(dropped)
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def start_probe(self) -> None:
+        """Starts the process that tries what is not cheap, which takes seconds to load. Raises ProbeLost once closed."""
+        self._prober.start()
+
     def close(self) -> None:
         """Ends the probe process, if one was started. Idempotent."""
+        self._closed = True
         self._prober.close()
 
 

@@ -36,10 +36,13 @@ class GrammarLimits:
     """Estimated compile time (grammar.schemas.cost) above which a schema is refused without trying."""
 
     max_source_bytes: int = 8 << 20
-    cheap_milliseconds: float = 5_000.0
+    cheap_milliseconds: float = 3_000.0
     cheap_schema_milliseconds: float = 1_000.0
     """Estimated compile time, of a source and of one schema in it, up to which it is compiled in process without a probe."""
+    probe_processor_seconds: float = 0.5
+    """What one trial may compute, so that bad input is answered within a second."""
     probe_deadline_seconds: float = 5.0
+    """How long one trial may take on a machine that has other things to do."""
     probe_memory_bytes: int = 4 << 30
     max_probes: int = 2
     """Probes that run at the same time; others wait for their turn."""

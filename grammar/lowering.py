@@ -81,6 +81,7 @@ class _Reader:
         self.milliseconds = 0.0
         self.heaviest = 0.0
         self.counting_milliseconds = 0.0
+        self._patterns: set[str] = set()
         self._prepared: dict[str, dict[str, Any] | bool] = {}
 
     def read(self, node: Any, path: tuple[str | int, ...]) -> Any:
@@ -95,7 +96,9 @@ class _Reader:
         if kind == "json_schema" and node.get("style", "json") in ("json", PYTHON_CALL):
             return self._schema(node, path)
         if kind == "regex" and isinstance(node.get("pattern"), str):
-            self.milliseconds += self._regex(node["pattern"], path)
+            cost = self._regex(node["pattern"], path)
+            self.milliseconds += cost if node["pattern"] not in self._patterns else 1.0  # its masks are there
+            self._patterns.add(node["pattern"])
         elif kind == "grammar" and _is_small_grammar(node.get("grammar")):
             self.milliseconds += len(node["grammar"]) / 2
         elif kind in ("grammar", "regex", "qwen_xml_parameter") or "style" in node or _is_long_repeat(node):
@@ -151,35 +154,45 @@ def lower(parsed: Parsed, to_ebnf: ToEbnf, specials: Mapping[str, int]) -> str:
     ids of the special tokens, which a `token` names by their written form."""
     _bind(parsed.tag["format"], specials)
     for node, tool in parsed.schemas:
+        schema, mark = node["json_schema"], ""
+        if node.get("style") == PYTHON_CALL:
+            schema, mark = marked_keywords(schema)
         try:
-            ebnf = to_ebnf(node["json_schema"])
+            ebnf = to_ebnf(schema)
         except RuntimeError as error:
             raise GrammarRefused(_sentence(error, tool), tool=tool, pointer="") from error
         ebnf = one_spelling(ebnf)
-        if node.get("style") == PYTHON_CALL:
-            ebnf = in_python(ebnf)
+        if mark:
+            ebnf = in_python(ebnf, mark)
         node.clear()
         node.update(type="grammar", grammar=ebnf)
     return json.dumps(parsed.tag, ensure_ascii=False)
 
 
-_ROOT = re.compile(r"^root(?:_part_\d+)? ::= .*$", re.MULTILINE)
-_KEY = re.compile(r'"\\"(\w+)\\"" ": "')
+_ROOT = re.compile(r"^root(?:_part)?(?:_\d+)* ::= .*$", re.MULTILINE)
 
 
-def in_python(ebnf: str) -> str:
-    """The EBNF of a JSON object as that of a call's keyword arguments: `(city="Paris", days=3, now=True)`.
+def marked_keywords(schema: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """The schema of a call's arguments with a mark before the names of its own properties, so that they are told from those of
+    objects inside it wherever XGrammar puts them; and the mark, which occurs nowhere else in it."""
+    written = json.dumps(schema)
+    mark = "="
+    while mark in written:
+        mark += "="
+    properties = {mark + name: value for name, value in schema.get("properties", {}).items()}
+    required = [mark + name for name in schema.get("required", ())]
+    return {**schema, "properties": properties, "required": required}, mark
+
+
+def in_python(ebnf: str, mark: str) -> str:
+    """The EBNF of a JSON object of `marked_keywords` as that of a call's keyword arguments: `(city="Paris", days=3, now=True)`.
 
     Strings stay as JSON writes them, which Python reads too.
     """
-
-    def root(match: re.Match[str]) -> str:
-        line = _KEY.sub(lambda key: f'"{key[1]}="', match[0])
-        return line.replace('"{"', '"("').replace('"}"', '")"')
-
     for word, python in (("true", "True"), ("false", "False"), ("null", "None")):
         ebnf = ebnf.replace(f'"{word}"', f'"{python}"')
-    return _ROOT.sub(root, ebnf)
+    ebnf = re.sub(rf'"\\"{mark}(\w+)\\"" ": "', lambda key: f'"{key[1]}="', ebnf)
+    return _ROOT.sub(lambda line: line[0].replace('"{"', '"("').replace('"}"', '")"'), ebnf)
 
 
 def _bind(node: Any, specials: Mapping[str, int]) -> None:

@@ -88,13 +88,19 @@ class Prober:
 
         Raises ProbeLost when there was no answer, which says nothing about the source.
         """
+        return self._running().submit(source).result()
+
+    def start(self) -> None:
+        """Starts the helper, which takes seconds to load, before there is anything to try. Raises ProbeLost once closed."""
+        self._running()
+
+    def _running(self) -> _Helper:
         with self._lock:
             if self._closed:
                 raise ProbeLost("cannot be tried any more: the engine is stopping")
             if self._helper is None or not self._helper.alive():
                 self._helper = _Helper(self._setup)
-            helper = self._helper
-        return helper.submit(source).result()
+            return self._helper
 
     def close(self) -> None:
         """Ends the helper and its children. Trials that are still running fail."""

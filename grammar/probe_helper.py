@@ -24,6 +24,8 @@ from grammar.lowering import error_text
 from grammar.probe import Outcome, ProbeSetup, Trial, read_message, write_message
 
 _READ_SIZE = 4096
+_NICE = 5
+"""Trials are for schemas that may never end, tokens of other callers are not."""
 _TOO_MUCH_MEMORY = "takes too much memory to compile; send fewer or simpler tools"
 
 
@@ -88,6 +90,8 @@ class _Forker:
         try:
             limit = _address_space() + self._limits.probe_memory_bytes
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+            # Processor time, of all its threads; nothing handles the signal, so it ends the child wherever it is.
+            signal.setitimer(signal.ITIMER_PROF, self._limits.probe_processor_seconds)
             raw_compile(source, self._tokens, self._limits)
             said = b"ok"
         except MemoryError:
@@ -109,6 +113,8 @@ class _Forker:
             problem = None
         elif child.said:
             problem = child.said.decode("utf-8", "replace")
+        elif os.waitstatus_to_exitcode(status) == -signal.SIGPROF:
+            problem = _too_long(self._limits.probe_processor_seconds)
         elif os.waitstatus_to_exitcode(status) == -signal.SIGSEGV:
             problem = "nests too deeply to be compiled; send simpler tools"
         else:
@@ -119,9 +125,7 @@ class _Forker:
         now = time.monotonic()
         for child in [child for child in self._children.values() if child.deadline <= now]:
             self._end(child, kill=True)
-            seconds = self._limits.probe_deadline_seconds
-            problem = f"takes more than {seconds:g} seconds to compile; send fewer or simpler tools"
-            write_message(self._stdout, Outcome(child.number, problem))
+            write_message(self._stdout, Outcome(child.number, _too_long(self._limits.probe_deadline_seconds)))
 
     def _end(self, child: _Child, *, kill: bool) -> int:
         """Forgets a child; returns how it exited, as waitpid says it."""
@@ -131,6 +135,10 @@ class _Forker:
         if kill:
             os.kill(child.pid, signal.SIGKILL)
         return os.waitpid(child.pid, 0)[1]
+
+
+def _too_long(seconds: float) -> str:
+    return f"takes more than {seconds:g} seconds to compile; send fewer or simpler tools"
 
 
 def _address_space() -> int:
@@ -147,6 +155,8 @@ def main() -> None:
     stdin = os.fdopen(os.dup(0), "rb", buffering=0)  # unbuffered, so that select sees everything
     stdout = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print must not get between the outcomes
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's affair; stdin closes when it is gone
     body = read_message(stdin)
     if body is not None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from offload.checksum import Bytes
-from offload.errors import TierUnavailable
+from offload.errors import TierMisconfigured
 from offload.tier import Outgoing, Tier, TierFigures
 from prefix_cache.hashing import BlockHash
 
@@ -34,12 +34,12 @@ class CompressedTier:
     """A `Tier` that keeps blocks of `block_bytes` in another one, compressed. `element_bytes`: how bytes are sorted."""
 
     def __init__(self, inner: VariableTier, block_bytes: int, element_bytes: int, level: int = 1) -> None:
-        """Raises TierUnavailable when the library is not installed."""
+        """Raises TierMisconfigured when the library is not installed."""
         try:
             self._zstd: Any = importlib.import_module("zstandard")
         except ImportError as error:
             message = "Compression needs the package zstandard: pip install 'turnkeep[zstd]', or leave it off."
-            raise TierUnavailable(message) from error
+            raise TierMisconfigured(message) from error
         self.name = inner.name
         self._inner = inner
         self._block_bytes = block_bytes

@@ -24,7 +24,7 @@ from offload.arena import SHARED_MEMORY
 from offload.checksum import Bytes, key_salt, payload_checksum
 from offload.disk_layout import FORMAT, About, InUse
 from offload.disk_records import EMPTY, RECORD_BYTES, pack_record, read_records
-from offload.errors import TierUnavailable
+from offload.errors import TierGone, TierMisconfigured, TierUnavailable
 from offload.files import Files
 from offload.seldom import Seldom
 from offload.slot_table import Place, SlotTable
@@ -78,7 +78,9 @@ class DiskStore:
         slots = overcommit * max_bytes // (self._slot_bytes + RECORD_BYTES)
         self._quota = max_bytes if overcommit > 1 else None
         if slots < 1:
-            raise TierUnavailable(f"The disk tier has {max_bytes} bytes, but one block takes {self._slot_bytes}; give it more.")
+            raise TierMisconfigured(
+                f"The disk tier has {max_bytes} bytes, but one block takes {self._slot_bytes}; give it more."
+            )
         self.place = disk_layout.root(directory) / key.hex()
         for name in disk_layout.foreign_formats(directory):
             logger.warning("%s is of another version and is not read; remove it when nothing uses it.", directory / name)
@@ -248,6 +250,7 @@ class DiskStore:
             healed=table.counter(layout.H_HEALED),
             reclaimed=table.counter(layout.H_RECLAIMED),
             errors=self._errors,
+            users=table.members,
         )
 
     def verify(self) -> tuple[int, int]:
@@ -298,10 +301,8 @@ class DiskStore:
             self._files.will_need(self._data, first * self._slot_bytes, (last + 1 - first) * self._slot_bytes)
 
     def _grow(self, usable: int) -> int:
-        more = max(1, min(_GROWTH // self._slot_bytes, self.table.slots - usable))
-        if self._files.free_bytes(self.place) - more * self._slot_bytes < self._min_free:
-            return usable
-        return usable + more
+        room = (self._files.free_bytes(self.place) - self._min_free) // (self._slot_bytes + RECORD_BYTES)
+        return usable + max(0, min(max(1, _GROWTH // self._slot_bytes), self.table.slots - usable, room))
 
     def _check_directory(self) -> None:
         """Whoever removes the directory means it: what is written to a file without a name is lost and takes space."""
@@ -312,8 +313,6 @@ class DiskStore:
         try:
             there, ours = os.stat(self.place / "data"), os.fstat(self._data)
         except FileNotFoundError:
-            raise TierUnavailable(
-                f"{self.place} was removed; the disk tier is out of use until the replica starts anew."
-            ) from None
+            raise TierGone(f"{self.place} was removed; what lay there is lost, and it begins anew.") from None
         if (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino):
-            raise TierUnavailable(f"{self.place} was replaced; the disk tier is out of use until the replica starts anew.")
+            raise TierGone(f"{self.place} was replaced; it is opened anew.")

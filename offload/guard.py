@@ -1,7 +1,8 @@
 """A tier that may fail without anybody noticing but the counters.
 
 After an error the tier is left alone for a second, after the next one for two, up to a minute: a medium that hangs or is full
-costs its users nothing but that one call each time it is tried again.
+costs its users nothing but that one call each time it is tried again. Reading and writing are left alone each for itself: a
+disk that is full still has what it has.
 """
 
 from __future__ import annotations
@@ -25,8 +26,27 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 ResultT = TypeVar("ResultT")
 
 
+class _Pause:
+    """For how long one kind of call is not made, and how long that would be the next time."""
+
+    def __init__(self) -> None:
+        self.until = 0.0
+        self._next = FIRST_PAUSE
+
+    def begin(self, now: float) -> float:
+        """After an error; returns the seconds."""
+        seconds = self._next
+        self.until = now + seconds
+        self._next = min(2 * seconds, LONGEST_PAUSE)
+        return seconds
+
+    def over(self) -> None:
+        """It works."""
+        self._next = FIRST_PAUSE
+
+
 class GuardedTier:
-    """A `Tier` that never raises, and knows what loading from it takes. While it is left alone it holds nothing."""
+    """A `Tier` that never raises, and knows what loading from it takes. While it is left alone for reading it holds nothing."""
 
     def __init__(self, tier: Tier, cost: TransferCost, clock: Callable[[], float] = time.monotonic) -> None:
         self.name = tier.name
@@ -34,36 +54,35 @@ class GuardedTier:
         self.cost = cost
         self.errors = 0
         self._clock = clock
-        self._pause = FIRST_PAUSE
-        self._until = 0.0
+        self._reading, self._writing = _Pause(), _Pause()
         self._warn = Seldom(logger)
 
     @property
     def is_available(self) -> bool:
-        """False while it is left alone."""
-        return self._clock() >= self._until
+        """False while it is left alone, be it for reading or for writing."""
+        return self._clock() >= max(self._reading.until, self._writing.until)
 
     def prefix(self, digests: Sequence[BlockHash]) -> int:
-        return self._try(lambda: self.inner.prefix(digests), 0)
+        return self._try(self._reading, lambda: self.inner.prefix(digests), 0)
 
     def load(self, digest: BlockHash, into: Bytes) -> bool:
         began = time.perf_counter()
-        loaded = self._try(lambda: self.inner.load(digest, into), False)
+        loaded = self._try(self._reading, lambda: self.inner.load(digest, into), False, proof=True)
         if loaded:
             self.cost.took(1, time.perf_counter() - began)
         return loaded
 
     def ahead(self, digests: Sequence[BlockHash]) -> None:
-        self._try(lambda: self.inner.ahead(digests), None)
+        self._try(self._reading, lambda: self.inner.ahead(digests), None)
 
     def store(self, blocks: Sequence[Outgoing]) -> list[BlockHash]:
-        return self._try(lambda: self.inner.store(blocks), [])
+        return self._try(self._writing, lambda: self.inner.store(blocks), [], proof=True)
 
     def evict(self, digests: Iterable[BlockHash]) -> int:
-        return self._try(lambda: self.inner.evict(digests), 0)
+        return self._try(self._writing, lambda: self.inner.evict(digests), 0)
 
     def mark(self, digests: Sequence[BlockHash], standing: int, *, expected: float = 0.0, session: int = 0) -> int:
-        return self._try(lambda: self.inner.mark(digests, standing, expected=expected, session=session), 0)
+        return self._try(self._writing, lambda: self.inner.mark(digests, standing, expected=expected, session=session), 0)
 
     def figures(self) -> TierFigures:
         """Errors are those of this process."""
@@ -77,24 +96,27 @@ class GuardedTier:
             figures.healed,
             figures.reclaimed,
             self.errors,
+            figures.users,
         )
 
     def check_integrity(self) -> None:
         self.inner.check_integrity()
 
     def close(self) -> None:
-        self._try(self.inner.close, None)
+        self._try(_Pause(), self.inner.close, None)
 
-    def _try(self, call: Callable[[], ResultT], otherwise: ResultT) -> ResultT:
-        if not self.is_available:
+    def _try(self, pause: _Pause, call: Callable[[], ResultT], otherwise: ResultT, *, proof: bool = False) -> ResultT:
+        now = self._clock()
+        if now < pause.until:
             return otherwise
         try:
             result = call()
         except (OSError, TierUnavailable) as error:
             self.errors += 1
-            self._until = self._clock() + self._pause
-            self._warn.say("the %s tier is left alone for %g s: %s", self.name, self._pause, error)
-            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+            what = "reading from" if pause is self._reading else "writing to"
+            seconds = pause.begin(self._clock())
+            self._warn.say("%s the %s tier is left alone for %g s: %s", what, self.name, seconds, error)
             return otherwise
-        self._pause = FIRST_PAUSE
+        if proof:  # others hardly ask the medium
+            pause.over()
         return result

@@ -13,22 +13,48 @@ from offload.slot_layout import READY
 from offload.slot_table import SlotTable
 from prefix_cache.events import BlocksRemoved, BlocksStored, KVEvent
 
+_Books = tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]
+
 
 class TierMirror:
-    """Use from one thread, but for `snapshot`."""
+    """Use from one thread, but for `snapshot` and `follow`."""
 
-    def __init__(self, table: SlotTable, tier: str) -> None:
-        self._table = table
+    def __init__(self, table: SlotTable | None, tier: str) -> None:
+        """table: None as long as there is none."""
         self.tier = tier
+        self._next: SlotTable | None = None
+        self._begin(table)
+
+    def follow(self, table: SlotTable) -> None:
+        """From the next `poll` on another table, in which nothing may be of what the last one had."""
+        self._next = table
+
+    def _begin(self, table: SlotTable | None) -> None:
+        slots = 0 if table is None else table.slots
+        self._table = table
         self._seen = 0
-        self._known: npt.NDArray[np.uint64] = np.zeros((table.slots, 2), dtype=np.uint64)
-        self._held = np.zeros(table.slots, dtype=bool)
+        # Digests by slot, and where they are those of blocks that are there: one value, since others look at them too.
+        self._books: _Books = np.zeros((slots, 2), dtype=np.uint64), np.zeros(slots, dtype=bool)
+
+    @property
+    def is_behind(self) -> bool:
+        """True when `poll` would look."""
+        return self._next is not None or (self._table is not None and self._table.changes != self._seen)
 
     def poll(self) -> list[KVEvent]:
         """What has changed since the last call. Stored blocks have no parent here: the tier does not know it."""
+        events: list[KVEvent] = []
+        following, self._next = self._next, None
+        if following is not None:
+            gone = self.snapshot()
+            if gone:
+                events.append(BlocksRemoved(gone, self.tier))
+            self._begin(following)
+        if self._table is None:
+            return events
         changes = self._table.changes
         if changes == self._seen:
-            return []
+            return events
         columns = self._table.columns
         slots = np.flatnonzero(columns.stamp > self._seen)
         generation = columns.generation[slots].copy()
@@ -38,13 +64,13 @@ class TierMirror:
         steady = (columns.generation[slots] == generation) & ((columns.state[slots] == READY) == ready)
         self._seen = changes
         slots, ready, digests = slots[steady], ready[steady], digests[steady]
-        held = self._held[slots]
-        same = ready & held & (digests == self._known[slots]).all(axis=1)
-        removed = self._known[slots[held & ~same]].tobytes()
+        known, is_held = self._books
+        held = is_held[slots]
+        same = ready & held & (digests == known[slots]).all(axis=1)
+        removed = known[slots[held & ~same]].tobytes()
         stored = digests[ready & ~same].tobytes()
-        self._held[slots] = ready
-        self._known[slots[ready]] = digests[ready]
-        events: list[KVEvent] = []
+        is_held[slots] = ready
+        known[slots[ready]] = digests[ready]
         if removed:
             events.append(BlocksRemoved(removed, self.tier))
         if stored:
@@ -53,5 +79,5 @@ class TierMirror:
 
     def snapshot(self) -> bytes:
         """Joined digests of all that was reported as stored and not as removed."""
-        held = self._held.copy()
-        return self._known[held].tobytes()
+        known, held = self._books
+        return known[held.copy()].tobytes()

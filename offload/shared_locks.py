@@ -50,6 +50,20 @@ class ByteLocks:
         answer = fcntl.fcntl(self._descriptor, fcntl.F_OFD_GETLK, request)
         return bool(_FLOCK.unpack(answer)[0] == fcntl.F_UNLCK)
 
+    def count_held_elsewhere(self, first: int, count: int) -> int:
+        """How many of the locks `first` to `first + count - 1` others hold."""
+        held, at, end = 0, _BASE + first, _BASE + first + count
+        while at < end:
+            request = _FLOCK.pack(fcntl.F_WRLCK, 0, at, end - at, 0)
+            kind, _, start, length, _ = _FLOCK.unpack(fcntl.fcntl(self._descriptor, fcntl.F_OFD_GETLK, request))
+            if kind == fcntl.F_UNLCK:
+                break
+            # The kernel names the one that it finds first, which need not be the lowest, and joins neighbours of one holder.
+            held += sum(self.is_held_elsewhere(number - _BASE) for number in range(at, start))
+            held += length
+            at = start + length
+        return held
+
     @staticmethod
     def _request(kind: int, number: int) -> bytes:
         return _FLOCK.pack(kind, 0, _BASE + number, 1, 0)

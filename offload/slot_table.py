@@ -131,6 +131,11 @@ class SlotTable:
         """What lies in the slots."""
         return self.columns.header[layout.H_USED_BYTES]
 
+    @property
+    def members(self) -> int:
+        """Processes that use it now, this one among them."""
+        return self._file.members
+
     def count(self, state: int = READY) -> int:
         """How many slots are in a state."""
         return int(np.count_nonzero(self.columns.state == state))
@@ -309,6 +314,11 @@ class SlotTable:
         """Frees what dead members had begun to write. Returns how many slots that were."""
         with self._changing() as columns:
             return self._reclaim(columns)
+
+    def rebuild(self) -> None:
+        """Makes all that follows from the slots anew: something in the books was found to be damaged."""
+        with self._changing():
+            self._rebuild()
 
     def places(self) -> list[Place]:
         """Every block that can be found now."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import xxhash
@@ -13,11 +14,12 @@ from offload.codecs import BlockShape, make_codec
 from offload.compression import OVERHEAD, CompressedTier
 from offload.config import OffloadConfig
 from offload.disk_store import DiskStore
-from offload.errors import TierUnavailable
+from offload.errors import TierMisconfigured, TierUnavailable
 from offload.estimate import TransferCost
 from offload.guard import GuardedTier
 from offload.mirror import TierMirror
 from offload.remote_store import RemoteStore
+from offload.reopening import ReopeningTier
 from offload.table_file import remove_abandoned
 from offload.tier import Tier
 from prefix_cache.events import DISK, HOST
@@ -49,9 +51,15 @@ def tier_key(namespace: BlockHash, codec: str, compressed: bool = False) -> Bloc
     return xxhash.xxh3_128_digest(b"tier\x00" + namespace + codec.encode() + (b"+zstd" if compressed else b""))
 
 
-def open_tiers(config: OffloadConfig, namespace: BlockHash, shape: BlockShape, model: str = "") -> TierStack:
-    """Opens them. One that cannot be used is said in the log and left out. Raises TierUnavailable for a codec that does not
-    fit."""
+def open_tiers(
+    config: OffloadConfig,
+    namespace: BlockHash,
+    shape: BlockShape,
+    model: str = "",
+    available: Callable[[], int] | None = None,
+) -> TierStack:
+    """Opens them. One that cannot be used is said in the log and left out. available: as of HostArena. Raises TierUnavailable
+    for a codec that does not fit."""
     encoded = make_codec(config.codec, shape).encoded_bytes
     tiers: list[GuardedTier] = []
     mirrors: list[TierMirror] = []
@@ -59,17 +67,26 @@ def open_tiers(config: OffloadConfig, namespace: BlockHash, shape: BlockShape, m
         logger.info("%s: nobody has used it for hours; it is gone.", path)
     if config.host_bytes:
         try:
-            arena = HostArena(tier_key(namespace, config.codec), encoded, config.host_bytes, config.shared_memory)
+            key = tier_key(namespace, config.codec)
+            arena = HostArena(key, encoded, config.host_bytes, config.shared_memory, available)
             tiers.append(GuardedTier(arena, TransferCost(encoded / _HOST_RATE)))
             mirrors.append(TierMirror(arena.table, HOST))
         except (TierUnavailable, OSError) as error:
             logger.warning("no host tier: %s", error)
     if config.disk is not None:
+        mirror = TierMirror(None, DISK)
+        disk = ReopeningTier(DISK, lambda: _open_disk(config, namespace, encoded, shape, model, mirror), config.disk_bytes)
+        tries = True
         try:
-            disk = _open_disk(config, namespace, encoded, shape, model, mirrors)
-            tiers.append(GuardedTier(disk, TransferCost(encoded / _DISK_RATE)))
-        except (TierUnavailable, OSError) as error:
+            disk.open()
+        except TierMisconfigured as error:
             logger.warning("no disk tier: %s", error)
+            tries = False
+        except (TierUnavailable, OSError) as error:
+            logger.warning("no disk tier for now: %s It is tried again whenever there is something to keep.", error)
+        if tries:
+            tiers.append(GuardedTier(disk, TransferCost(encoded / _DISK_RATE)))
+            mirrors.append(mirror)
     if config.remote is not None:
         try:
             key = tier_key(namespace, config.codec)
@@ -81,10 +98,10 @@ def open_tiers(config: OffloadConfig, namespace: BlockHash, shape: BlockShape, m
 
 
 def _open_disk(
-    config: OffloadConfig, namespace: BlockHash, encoded: int, shape: BlockShape, model: str, mirrors: list[TierMirror]
+    config: OffloadConfig, namespace: BlockHash, encoded: int, shape: BlockShape, model: str, mirror: TierMirror
 ) -> Tier:
     if config.disk is None:
-        raise TierUnavailable("No directory is given.")
+        raise TierMisconfigured("No directory is given.")
     store = DiskStore(
         config.disk,
         tier_key(namespace, config.codec, config.compress),
@@ -96,8 +113,12 @@ def _open_disk(
         codec=f"{config.codec}+zstd" if config.compress else config.codec,
         tables=config.shared_memory,
     )
-    mirrors.append(TierMirror(store.table, DISK))
-    if not config.compress:
-        return store
-    element = shape.element_bytes if config.codec == "raw" else 1
-    return CompressedTier(store, encoded, element)
+    tier: Tier = store
+    if config.compress:
+        try:
+            tier = CompressedTier(store, encoded, shape.element_bytes if config.codec == "raw" else 1)
+        except TierMisconfigured:
+            store.close()
+            raise
+    mirror.follow(store.table)
+    return tier

@@ -95,8 +95,12 @@ class TableFile:
                 logger.warning("%s was written by another version or is damaged, and is not read; it begins anew.", self.path)
             os.ftruncate(self.descriptor, 0)
             os.ftruncate(self.descriptor, size)
-            # A page that cannot be had kills the process that touches it, so the memory is asked for first.
-            os.posix_fallocate(self.descriptor, 0, table)
+            try:
+                # A page that cannot be had kills the process that touches it, so the memory is asked for first.
+                os.posix_fallocate(self.descriptor, 0, table)
+            except OSError:
+                os.unlink(self.path)
+                raise
         self.slots = slots
         self.member = self._join()
         os.utime(self.descriptor)
@@ -137,6 +141,11 @@ class TableFile:
         self._locks.unlock(FIRST_MEMBER + self.member)
         descriptor, self.descriptor = self.descriptor, -1
         os.close(descriptor)
+
+    @property
+    def members(self) -> int:
+        """Processes that use it now, this one among them."""
+        return 1 + self._locks.count_held_elsewhere(FIRST_MEMBER, MAX_MEMBERS)
 
     def is_alive(self, member: int) -> bool:
         """True while the process that is this member lives."""

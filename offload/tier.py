@@ -26,7 +26,7 @@ class Outgoing(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class TierFigures:
     """What a tier holds and has done. `healed`: damaged blocks found and thrown away. `errors`: of the system. Totals are over
-    all processes that share the tier, as far as they can see each other."""
+    all processes that share the tier, as far as they can see each other; `users`: those of this machine."""
 
     blocks: int
     used_bytes: int
@@ -36,6 +36,7 @@ class TierFigures:
     healed: int = 0
     reclaimed: int = 0
     errors: int = 0
+    users: int = 1
 
 
 class Tier(Protocol):

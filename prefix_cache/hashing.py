@@ -8,6 +8,8 @@ them, is the same; so a lookup by digest can never find foreign KV.
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import overload
 
@@ -49,10 +51,13 @@ def pack_tokens(token_ids: TokenIds | Iterable[int]) -> bytes:
     """
     if isinstance(token_ids, np.ndarray):
         return token_ids.astype("<u4", copy=False).tobytes()
-    values = np.fromiter(token_ids, dtype=np.int64)
-    if values.size and (values.min() < 0 or values.max() > 0xFFFFFFFF):
-        raise OverflowError("token ids must lie in [0, 2**32)")
-    return values.astype("<u4").tobytes()
+    try:
+        values = array("I", token_ids)
+    except OverflowError as error:
+        raise OverflowError("token ids must lie in [0, 2**32)") from error
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tobytes()
 
 
 def unpack_tokens(packed: bytes) -> npt.NDArray[np.uint32]:
@@ -60,6 +65,16 @@ def unpack_tokens(packed: bytes) -> npt.NDArray[np.uint32]:
     if len(packed) % TOKEN_BYTES:
         raise ValueError(f"packed token ids take {TOKEN_BYTES} bytes each; {len(packed)} bytes are no whole number of ids")
     return np.frombuffer(packed, dtype="<u4")
+
+
+def list_tokens(packed: bytes) -> list[int]:
+    """The ids of `unpack_tokens`, as a list. Raises ValueError in the same case."""
+    if len(packed) % TOKEN_BYTES:
+        raise ValueError(f"packed token ids take {TOKEN_BYTES} bytes each; {len(packed)} bytes are no whole number of ids")
+    ids = array("I", packed)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids.tolist()
 
 
 def chain_digest(parent: BlockHash, packed_block: bytes | memoryview) -> BlockHash:
@@ -75,6 +90,18 @@ def iter_block_digests(packed: bytes, root: BlockHash, block_size: int = DEFAULT
     for start in range(0, len(packed) - step + 1, step):
         parent = digest(parent + packed[start : start + step])
         yield parent
+
+
+def joined_block_digests(packed: bytes, root: BlockHash, block_size: int = DEFAULT_BLOCK_SIZE) -> bytes:
+    """As `iter_block_digests`, back to back."""
+    digest = xxhash.xxh3_128_digest
+    step = block_size * TOKEN_BYTES
+    digests = []
+    parent = root
+    for start in range(0, len(packed) - step + 1, step):
+        parent = digest(parent + packed[start : start + step])
+        digests.append(parent)
+    return b"".join(digests)
 
 
 def block_digests(token_ids: TokenIds | bytes, root: BlockHash, block_size: int = DEFAULT_BLOCK_SIZE) -> list[BlockHash]:

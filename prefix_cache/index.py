@@ -20,11 +20,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from itertools import islice
+from typing import Protocol
 
 from prefix_cache.events import AllCleared, BlocksRemoved, BlocksStored, EventBatch, KVMessage, Snapshot
 from prefix_cache.hashing import DIGEST_BYTES, BlockHash
 from prefix_cache.holders import PREDICTED, REMOTE, REPORTED_BITS, SLOT_BITS, STRIDE, TIER_BIT, TIERS, fold, fold_upto
-from prefix_cache.walking import JUMP, WALKED, depth, every, jump, walk
+from prefix_cache.walking import JUMP, WALKED, Ends, depth, every, jump, reader, walk
 
 __all__ = ["REMOTE", "TIERS", "Hits", "Outcome", "Position", "Prediction", "ResidencyIndex"]
 
@@ -52,6 +53,13 @@ class Position:
 
     instance: str
     seq: int
+
+
+class HoldsBlocks(Protocol):
+    """`blocks`: remembered of one worker, in whatever tier."""
+
+    @property
+    def blocks(self) -> int: ...
 
 
 @dataclass(slots=True)
@@ -132,6 +140,11 @@ class ResidencyIndex:
         slot = self._slots.get(worker)
         return 0 if slot is None else slot.blocks
 
+    @property
+    def held(self) -> Mapping[str, HoldsBlocks]:
+        """The same of all workers, to be looked at while a decision is made."""
+        return self._slots
+
     def position(self, worker: str) -> Position | None:
         """From where to subscribe again. None: nothing is known of the worker's event stream."""
         slot = self._slots.get(worker)
@@ -151,11 +164,10 @@ class ResidencyIndex:
         Workers that hold nothing of it are absent. Costs one dictionary access for every few dozen blocks, and a few for every
         worker that holds less than another.
         """
-        found: dict[str, int] = {}
-        if digests:
-            find = walk if len(digests) <= self._walked or self._careful_ones else jump
-            find(self._masks, digests, self._live_ones, fold, partial(self._note, found))
-        return found
+        if not digests:
+            return {}
+        find = walk if len(digests) <= self._walked or self._careful_ones else jump
+        return self._by_name(find(self._masks, digests, self._live_ones, fold))
 
     def lookup_tiers(self, digests: Sequence[BlockHash]) -> tuple[dict[str, int], Mapping[str, Hits]]:
         """`lookup`, and for the workers that hold some of that in lower tiers only, how much of it where."""
@@ -170,11 +182,10 @@ class ResidencyIndex:
         if not lower:
             return found, {}
         by_tier: list[dict[str, int]] = []
-        find = walk if len(digests) <= self._walked or self._careful_ones else jump
+        walked = len(digests) <= self._walked or bool(self._careful_ones)
         for tier in range(len(TIERS)):
-            upto: dict[str, int] = {}
-            find(self._masks, digests, lower, partial(fold_upto, tier=tier), partial(self._note, upto))
-            by_tier.append(upto)
+            find = walk if walked else partial(jump, bits=(2 << tier) - 1)
+            by_tier.append(self._by_name(find(self._masks, digests, lower, partial(fold_upto, tier=tier))))
         hits: dict[str, Hits] = {}
         for name, reported in by_tier[-1].items():
             device, host, disk = (upto.get(name, 0) for upto in by_tier[:-1])
@@ -193,7 +204,8 @@ class ResidencyIndex:
         slot = self._slots.get(worker)
         if slot is None:
             return True
-        bits, masks = SLOT_BITS << slot.shift, self._masks
+        # What is only expected says nothing of the order in which a cache gives up its blocks.
+        bits, masks = REPORTED_BITS << slot.shift, self._masks
         missing = False
         for digest in digests:
             if not masks.get(digest, 0) & bits:
@@ -327,14 +339,20 @@ class ResidencyIndex:
             return None
         bits, fresh = SLOT_BITS << slot.shift, 1 << slot.shift + PREDICTED
         masks = self._masks
-        added = [digest for digest in self._standing_for(digests, known) if not masks.get(digest, 0) & bits]
+        standing = self._standing_for(digests, known)
+        held = list(map(masks.get, standing))
+        unknown = not any(held)
+        added = standing if unknown else [d for d, mask in zip(standing, held, strict=True) if not (mask or 0) & bits]
         del added[self._max_predicted :]
         if not added:
             return None
         while self._predicted + len(added) > self._max_predicted:
             self.retract(self._settled[0] if self._settled else next(iter(self._open)))
-        for digest in reversed(added):
-            self._put(digest, masks.get(digest, 0) | fresh)
+        if unknown:
+            masks.update(dict.fromkeys(reversed(added), self._interned.setdefault(fresh, fresh)))
+        else:
+            for digest in reversed(added):
+                self._put(digest, masks.get(digest, 0) | fresh)
         if len(masks) > self._bound:
             self._evict()
         prediction = Prediction(slot, added)
@@ -367,11 +385,11 @@ class ResidencyIndex:
         slot = prediction.slot
         if self._names.get(slot.number) is None or self._slots.get(self._names[slot.number]) is not slot:
             return  # Its bits are dead or buried, and its number may belong to another by now.
-        keep = ~(1 << slot.shift + PREDICTED)
+        bit, masks = 1 << slot.shift + PREDICTED, self._masks
         for digest in prediction.digests:
-            mask = self._masks.get(digest, 0)
-            if mask & ~keep:
-                self._put(digest, mask & keep)
+            mask = masks.get(digest, 0)
+            if mask & bit:
+                self._put(digest, mask ^ bit)
 
     def expire(self, now: float) -> None:
         """Ends the predictions whose time has come."""
@@ -382,12 +400,19 @@ class ResidencyIndex:
     # Inside
 
     def _standing_for(self, digests: Sequence[BlockHash], known: int) -> list[BlockHash]:
-        if len(digests) - known <= self._walked:
+        """What is looked at of a prompt after its first `known` blocks: every block where it is walked, else the beginning,
+        which shorter prompts may share, the blocks that are leapt to, and the last."""
+        count = len(digests)
+        if count <= self._walked or (self._careful_ones and count - known <= self._walked):
             return list(digests[known:])
-        head = list(digests[known : max(known, self._walked)])
-        first = max(known, self._walked)
-        leaps = every(digests, JUMP)[-(-first // JUMP) :]
-        return [*head, *leaps, digests[-1]] if (len(digests) - 1) % JUMP else [*head, *leaps]
+        head = list(digests[known : self._walked]) if known < self._walked else []
+        first = -(-max(known, self._walked) // JUMP) * JUMP
+        if count - first < JUMP * JUMP:
+            at = reader(digests)
+            leaps = [at(position) for position in range(first, count, JUMP)]
+        else:
+            leaps = list(every(digests, JUMP)[first // JUMP :])
+        return [*head, *leaps, digests[-1]] if (count - 1) % JUMP else [*head, *leaps]
 
     def _open_slot(self, worker: str) -> _Slot:
         if self._free:
@@ -412,18 +437,25 @@ class ResidencyIndex:
             return
         masks, interned = self._masks, self._interned
         bit, reported = 1 << slot.shift + number, REPORTED_BITS << slot.shift
+        not_predicted = ~(1 << slot.shift + PREDICTED)
+        fresh = interned.setdefault(bit, bit)
         blocks = added = 0
         # From the end, so that the end is forgotten first.
         for start in range(len(joined) // DIGEST_BYTES * DIGEST_BYTES - DIGEST_BYTES, -1, -DIGEST_BYTES):
             digest = joined[start : start + DIGEST_BYTES]
-            mask = masks.get(digest, 0)
-            if mask & bit:
-                continue
-            added += 1
-            if not mask & reported:
+            mask = masks.get(digest)
+            if mask is None:
+                masks[digest] = fresh
                 blocks += 1
-            mask |= bit
-            masks[digest] = interned.setdefault(mask, mask)
+            elif mask & bit:
+                continue
+            else:
+                if not mask & reported:
+                    blocks += 1
+                # What is held need not be expected any more.
+                mask = (mask | bit) & not_predicted
+                masks[digest] = interned.setdefault(mask, mask)
+            added += 1
         slot.blocks += blocks
         if number:
             slot.lower += added
@@ -477,14 +509,18 @@ class ResidencyIndex:
         else:
             self._masks.pop(digest, None)
 
-    def _note(self, found: dict[str, int], ones: int, count: int) -> None:
-        names = self._names_of.get(ones)
-        if names is None:
-            if len(self._names_of) >= _MAX_NAMED_SETS:
-                self._names_of.clear()
-            names = self._names_of[ones] = tuple(self._names_in(ones))
-        for name in names:
-            found[name] = count
+    def _by_name(self, ends: Ends) -> dict[str, int]:
+        found: dict[str, int] = {}
+        names_of = self._names_of
+        for ones, count in ends:
+            names = names_of.get(ones)
+            if names is None:
+                if len(names_of) >= _MAX_NAMED_SETS:
+                    names_of.clear()
+                names = names_of[ones] = tuple(self._names_in(ones))
+            for name in names:
+                found[name] = count
+        return found
 
     def _names_in(self, ones: int) -> Iterator[str]:
         while ones:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Literal
+
+import msgspec
 
 from sessions.ledger import Ledger
 
@@ -12,8 +13,7 @@ Path = Literal["new", "tail", "whole", "text"]
 compared with the ledger span by span. `text`: rendered and tokenised as a whole, as nothing can be spliced."""
 
 
-@dataclass(frozen=True, slots=True)
-class Divergence:
+class Divergence(msgspec.Struct, frozen=True):
     """Where a turn stops being its predecessor's continuation.
 
     `cause`: `message` (it is not what it was), `shorter` (the conversation ends before it), `template` (the message is the
@@ -30,8 +30,7 @@ class Divergence:
     lost_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Continuation:
+class Continuation(msgspec.Struct, frozen=True):
     """The prompt of a turn, made from a ledger and what is new.
 
     `ledger`: of this turn; `ledger.tokens` is the prompt, `ledger.pending` is empty until it was answered. `predecessor`:
@@ -53,4 +52,4 @@ class Continuation:
     divergence: Divergence | None = None
     orphaned: bytes = b""
     fallbacks: tuple[str, ...] = ()
-    new_text: str = field(default="", repr=False)
+    new_text: str = ""

@@ -31,7 +31,7 @@ import msgspec
 import xxhash
 
 from prefix_cache.hashing import DIGEST_BYTES as BLOCK_BYTES
-from prefix_cache.hashing import TOKEN_BYTES, iter_block_digests, unpack_tokens
+from prefix_cache.hashing import TOKEN_BYTES, joined_block_digests, unpack_tokens
 from sessions.digests import DIGEST_BYTES, NO_MEANING
 
 _SPAN = struct.Struct("<IIQQ16s")
@@ -58,6 +58,9 @@ class Span(NamedTuple):
         return self.meaning != NO_MEANING
 
 
+_NOTHING = Span(0, 0, 0, 0)
+
+
 class Generated(msgspec.Struct, frozen=True, array_like=True):
     """One answer of the model that its client has not sent back yet.
 
@@ -80,7 +83,8 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     `Span`s; the last may end before the last message, where the template's text could not be cut. `tokens`: packed ids of
     the prompt, `blocks`: joined hashes of its full blocks. `tail`: the text after the last span. `pending`: the
     answers, one for each choice. `generated_tokens`: how many of `tokens` the model generated. `reasoned`: some span's ids hold
-    reasoning. `worker`: where it ran, as its gateway named it, and `worker_instance`: by its own id; `used_at`: Unix
+    reasoning. `odd`: a user says what the template looks for in texts (gateway.histories.stability), None: nobody has looked.
+    `worker`: where it ran, as its gateway named it, and `worker_instance`: by its own id; `used_at`: Unix
     seconds.
     """
 
@@ -95,6 +99,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     pending: tuple[Generated, ...] = ()
     generated_tokens: int = 0
     reasoned: bool = False
+    odd: bool | None = None
     worker: str = ""
     worker_instance: str = ""
     used_at: float = 0.0
@@ -140,22 +145,38 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         return low
 
     def end_of(self, spans: int) -> Span:
-        """Where the first `spans` spans end; all zero for none."""
-        return self.span(spans - 1) if spans else Span(0, 0, 0, 0)
+        """Where the first `spans` spans end, of which there are as many; all zero for none."""
+        return Span._make(_SPAN.unpack_from(self.spans, (spans - 1) * SPAN_BYTES)) if spans else _NOTHING
+
+    def generated_within(self, spans: int) -> int:
+        """How many of the tokens of the first `spans` spans the model generated."""
+        return self.generated_tokens if spans == self.num_spans else _generated(self.spans[: spans * SPAN_BYTES])
+
+    def extended(self, spans: int, ids: Iterable[bytes]) -> tuple[bytes, bytes]:
+        """Packed ids of the first `spans` spans and of `ids` after them, and the hashes of all their blocks. Each column is
+        copied once: of a long conversation it has hundreds of kilobytes."""
+        kept = self.end_of(spans).tokens
+        tokens = b"".join((memoryview(self.tokens)[: kept * TOKEN_BYTES], *ids))
+        known = kept // self.block_size
+        parent = self.blocks[(known - 1) * BLOCK_BYTES : known * BLOCK_BYTES] if known else self.root
+        fresh = tokens[known * self.block_size * TOKEN_BYTES :]
+        shared = memoryview(self.blocks)[: known * BLOCK_BYTES]
+        return tokens, b"".join((shared, joined_block_digests(fresh, parent, self.block_size)))
 
     def cut(self, spans: int) -> Ledger:
         """The ledger of the first `spans` spans: what a branch shares."""
         end = self.end_of(spans)
-        kept = self.spans[: spans * SPAN_BYTES]
+        tokens, blocks = self.extended(spans, ())
         return msgspec.structs.replace(
             self,
             messages=self.messages[: end.messages * DIGEST_BYTES],
-            spans=kept,
-            tokens=self.tokens[: end.tokens * TOKEN_BYTES],
-            blocks=self.blocks[: end.tokens // self.block_size * BLOCK_BYTES],
+            spans=self.spans[: spans * SPAN_BYTES],
+            tokens=tokens,
+            blocks=blocks,
             tail="",
             pending=(),
-            generated_tokens=self.generated_tokens if spans == self.num_spans else _generated(kept),
+            generated_tokens=self.generated_within(spans),
+            odd=self.odd if end.messages == self.num_messages else None,
         )
 
 
@@ -211,7 +232,7 @@ def extend_blocks(blocks: bytes, tokens: bytes, root: bytes, block_size: int) ->
     known = len(blocks) // BLOCK_BYTES
     parent = blocks[-BLOCK_BYTES:] if blocks else root
     fresh = tokens[known * block_size * TOKEN_BYTES :]
-    return blocks + b"".join(iter_block_digests(fresh, parent, block_size))
+    return blocks + joined_block_digests(fresh, parent, block_size)
 
 
 def _generated(spans: bytes) -> int:

@@ -6,6 +6,7 @@ import heapq
 import secrets
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from sessions.records import SessionRecord
 from sessions.store import Page, StoreStats
@@ -13,6 +14,14 @@ from sessions.store import Page, StoreStats
 Key = tuple[str, str]
 
 _MAX_EPOCHS = 10_000
+
+
+class _Kept(NamedTuple):
+    """A record, what it counts for, and the names it is found by (SessionRecord.prefix_names)."""
+
+    record: SessionRecord
+    nbytes: int
+    names: list[bytes]
 
 
 class MemoryLedgerStore:
@@ -23,7 +32,7 @@ class MemoryLedgerStore:
         if max_bytes < 1:
             raise ValueError(f"sessions.max_bytes must be at least 1, not {max_bytes}")
         self._max_bytes = max_bytes
-        self._records: OrderedDict[Key, SessionRecord] = OrderedDict()
+        self._records: OrderedDict[Key, _Kept] = OrderedDict()
         # Of keys that were deleted, the latest last; a turn is over long before as many others are.
         self._epochs: OrderedDict[Key, str] = OrderedDict()
         self._by_name: dict[tuple[str, bytes], str] = {}
@@ -31,10 +40,11 @@ class MemoryLedgerStore:
         self._evicted = 0
 
     async def get(self, tenant: str, key: str) -> SessionRecord | None:
-        record = self._records.get((tenant, key))
-        if record is not None:
-            self._records.move_to_end((tenant, key))
-        return record
+        kept = self._records.get((tenant, key))
+        if kept is None:
+            return None
+        self._records.move_to_end((tenant, key))
+        return kept.record
 
     async def peek(self, tenant: str, key: str) -> SessionRecord | None:
         return await self.get(tenant, key)
@@ -44,7 +54,7 @@ class MemoryLedgerStore:
         if self._epochs.get(at, record.epoch) != record.epoch:
             return False
         known = self._records.get(at)
-        if known is not None and known.version != record.version - 1:
+        if known is not None and known.record.version != record.version - 1:
             return False
         self.replace(record)
         return True
@@ -58,9 +68,10 @@ class MemoryLedgerStore:
         if size > self._max_bytes:
             self._evicted += 1
             return
-        self._records[at] = record
+        names = record.prefix_names()
+        self._records[at] = _Kept(record, size, names)
         self._bytes += size
-        for name in record.prefix_names():
+        for name in names:
             self._by_name[record.tenant, name] = record.key
         while self._bytes > self._max_bytes:
             self._drop(next(iter(self._records)))
@@ -92,7 +103,7 @@ class MemoryLedgerStore:
     async def page(self, tenant: str, *, after: str | None, limit: int) -> Page:
         behind = (key for owner, key in self._records if owner == tenant and (after is None or key > after))
         keys = heapq.nsmallest(limit + 1, behind)
-        records = tuple(self._records[tenant, key] for key in keys[:limit])
+        records = tuple(self._records[tenant, key].record for key in keys[:limit])
         return Page(records, keys[limit - 1] if len(keys) > limit else None)
 
     def stats(self) -> StoreStats:
@@ -109,14 +120,15 @@ class MemoryLedgerStore:
                 self._epochs.popitem(last=False)
 
     def _drop(self, at: Key) -> bool:
-        record = self._records.pop(at, None)
-        if record is None:
+        kept = self._records.pop(at, None)
+        if kept is None:
             return False
-        self._bytes -= record.nbytes
-        for name in record.prefix_names():
+        self._bytes -= kept.nbytes
+        tenant, key = at
+        for name in kept.names:
             # Another session may have taken the name over since.
-            if self._by_name.get((record.tenant, name)) == record.key:
-                del self._by_name[record.tenant, name]
+            if self._by_name.get((tenant, name)) == key:
+                del self._by_name[tenant, name]
         return True
 
 

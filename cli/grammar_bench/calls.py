@@ -7,121 +7,167 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 
 from cli.gateway_process import GatewayError, GatewayProcess, serve_command
-from grammar.checking.validate import NotCheckable, violations
+from cli.grammar_bench.report import Batch, Call, CallsFile, CallsReport, judged, schemas_of
 from grammar.tools import Tool
 
-_CHOICES = 8
-_SIDE_BY_SIDE = 3
-_MAX_TOKENS = 240
-_SHOWN_TOOLS = 3
-NOTHING = {"type": "object", "additionalProperties": False}
-"""What the arguments of a tool without parameters are."""
+_ROWS = 64
+"""Sequences that run at once: a step costs about the same for few of them."""
+_MOST_CHOICES = 16
+_FEW = 3
+_LIST_EVERY = 4
+"""Each request offers one tool, but every so many-th a few of them, of which two may be called."""
+_MAX_TOKENS = 200
+_TOKENS_CAP = 1600
+_MOST_FAILURES = 50
+_SAID_EVERY = 20.0
+"""Seconds between words of progress where there is no terminal."""
 
 
-@dataclass(slots=True)
-class CallsReport:
-    """`finished` calls were not cut. `wrong`: those that neither validate nor carry a warning of what was not enforced."""
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`count` finished calls, shared out evenly over `formats`, within `seconds`. `options`: of `turnkeep bench grammar`."""
 
-    model: str
+    count: int
     temperature: float
-    tools: int
-    finished: int = 0
-    cut: int = 0
-    parsed: int = 0
-    valid: int = 0
-    warned: int = 0
-    wrong: list[str] = field(default_factory=list)
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+    formats: tuple[str, ...]
+    seconds: float
+    options: dict[str, Any]
 
 
-async def generate_calls(
-    tools: Sequence[Tool], count: int, temperature: float, options: dict[str, Any], console: Any
-) -> CallsReport:
-    """Asks until `count` calls were finished: each request offers a few tools and requires a call. Raises GatewayError."""
-    report = CallsReport(options["model"], temperature, len(tools))
-    command = ["--model", options["model"], "--cache-dir", str(options["cache_dir"].absolute()), "--log-level", "warning"]
-    async with AsyncExitStack() as stack:
-        gateway = await stack.enter_async_context(GatewayProcess(serve_command(*command, *options["serve_option"])))
-        http = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)))
-        status = stack.enter_context(console.status("Starting")) if console.is_terminal else None
-        numbers = iter(range(10**9))
-        until = time.monotonic() + options["seconds"]
-
-        async def ask() -> None:
-            while report.finished < count and time.monotonic() < until:
-                number = next(numbers)
-                await _one(http, gateway.url, offered(tools, number), temperature, number, report)
-                if status is not None:
-                    status.update(f"{report.finished} of {count} calls")
-
-        await asyncio.gather(*(ask() for _ in range(_SIDE_BY_SIDE)))
+async def generate_calls(tools: Sequence[Tool], plan: Plan, console: Any) -> CallsReport:
+    """Asks until every format has its share of finished calls. Every tool is offered alone, again and again, with more
+    room each time. Raises GatewayError, OSError, and ValueError for a file of other calls."""
+    report = CallsReport(plan.options["model"], plan.temperature, len(tools))
+    file = CallsFile(plan.options["resume"], report)
+    until = time.monotonic() + plan.seconds
+    share = -(-plan.count // len(plan.formats))
+    try:
+        for form in plan.formats:
+            if report.of(form).finished < share:
+                await _Writing(tools, plan, form, share, until, report, file).run(console)
+    finally:
+        file.close()
     return report
 
 
-def offered(tools: Sequence[Tool], number: int) -> list[Tool]:
+class _Writing:
+    """The calls of one format, with a gateway of its own."""
+
+    def __init__(
+        self,
+        tools: Sequence[Tool],
+        plan: Plan,
+        form: str,
+        share: int,
+        until: float,
+        report: CallsReport,
+        file: CallsFile,
+    ) -> None:
+        self._tools = tools
+        self._plan = plan
+        self._form = form
+        self._share = share
+        self._until = until
+        self._report = report
+        self._file = file
+        self._choices = min(_MOST_CHOICES, -(-share // len(tools)))
+        self._numbers = iter(number for number in range(10**9) if (form, number) not in report.requests)
+        self._said = time.monotonic()
+
+    async def run(self, console: Any) -> None:
+        options = self._plan.options
+        command = ["--model", options["model"], "--cache-dir", str(options["cache_dir"].absolute()), "--log-level", "warning"]
+        command += ["--tool-format", self._form, *options["serve_option"]]
+        async with AsyncExitStack() as stack:
+            gateway = await stack.enter_async_context(GatewayProcess(serve_command(*command)))
+            http = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=1200)))
+            status = stack.enter_context(console.status(f"{self._form}: starting")) if console.is_terminal else None
+
+            async def ask() -> None:
+                while self._report.of(self._form).finished < self._share and time.monotonic() < self._until:
+                    batch = await self._one(http, gateway.url, next(self._numbers))
+                    self._report.add(batch)
+                    self._file.add(batch)
+                    if len(self._report.wrong) > _MOST_FAILURES:
+                        raise GatewayError(f"Too many calls are wrong, the last with {self._report.wrong[-1]}")
+                    self._say(console, status)
+
+            async with asyncio.TaskGroup() as group:
+                for _ in range(max(1, _ROWS // self._choices)):
+                    group.create_task(ask())
+
+    def _say(self, console: Any, status: Any) -> None:
+        count = self._report.of(self._form)
+        words = f"{self._form}: {count.finished} of {self._share} calls, {count.cut} cut, {count.wrong} wrong"
+        if status is not None:
+            status.update(words)
+        elif time.monotonic() - self._said > _SAID_EVERY:
+            self._said = time.monotonic()
+            console.print(words, markup=False, highlight=False)
+
+    async def _one(self, http: aiohttp.ClientSession, url: str, number: int) -> Batch:
+        tools = asked(self._tools, number)
+        schemas = schemas_of(tools)
+        passed = number // len(self._tools)
+        body = {
+            "messages": [{"role": "user", "content": "Do something with one of your tools."}],
+            "tools": [{"type": "function", "function": _function(tool)} for tool in tools],
+            "tool_choice": "required",
+            "parallel_tool_calls": len(tools) > 1,
+            "max_tool_calls": min(2, len(tools)),
+            "temperature": self._plan.temperature,
+            "n": self._choices,
+            "max_tokens": min(_MAX_TOKENS << min(passed, 10), _TOKENS_CAP),
+            "seed": number,
+        }
+        made = Batch(self._form, number, self._report.model, self._plan.temperature)
+        async with http.post(f"{url}/v1/chat/completions", json=body) as response:
+            answer = json.loads(await response.read())
+            if response.status != 200:
+                names = ", ".join(schemas)
+                refused = f"tools {names}: status {response.status}: {answer['error']['message']}"
+                return Batch(made.format, number, made.model, made.temperature, refused=refused)
+        warnings = " ".join(answer.get("warnings", ()))
+        calls: list[Call] = []
+        for choice in answer["choices"]:
+            written = choice["message"].get("tool_calls") or []
+            if choice["finish_reason"] == "length":
+                calls.append(Call(written[-1]["function"]["name"] if written else "", "", "cut"))
+                written = written[:-1]
+            elif choice["finish_reason"] != "tool_calls":
+                calls.append(
+                    Call("", choice["message"]["content"] or "", "wrong", said=f"ended with {choice['finish_reason']}")
+                )
+            for call in written:
+                function = call["function"]
+                name = function["name"]
+                warned = f"tool {name}:" in warnings
+                calls.append(judged(name, function["arguments"], schemas.get(name, False), warned=warned))
+        return Batch(made.format, number, made.model, made.temperature, tuple(calls))
+
+
+def _function(tool: Tool) -> dict[str, Any]:
+    # Without the tool's own description, which costs prompt tokens and says nothing of grammars.
+    return {"name": tool.name, "parameters": tool.parameters or {"type": "object", "properties": {}}}
+
+
+def asked(tools: Sequence[Tool], number: int) -> list[Tool]:
+    """One tool, the next for each number; of every fourth number a few, with it among them."""
+    return offered(tools, number, _FEW) if number % _LIST_EVERY == _LIST_EVERY - 1 else [tools[number % len(tools)]]
+
+
+def offered(tools: Sequence[Tool], number: int, most: int = _FEW) -> list[Tool]:
     """A few tools of different names, other ones for each number."""
-    offered: dict[str, Tool] = {}
-    for step in range(_SHOWN_TOOLS * 4):
-        tool = tools[(number * 7 + step * 13) % len(tools)]
-        offered.setdefault(tool.name, tool)
-        if len(offered) == _SHOWN_TOOLS:
+    found: dict[str, Tool] = {}
+    for step in range(most * 4):
+        tool = tools[(number + step * 13) % len(tools)]
+        found.setdefault(tool.name, tool)
+        if len(found) == most:
             break
-    return list(offered.values())
-
-
-async def _one(
-    http: aiohttp.ClientSession, url: str, tools: list[Tool], temperature: float, number: int, report: CallsReport
-) -> None:
-    # The model sees names only: long descriptions would cost prompt tokens and say nothing of grammars.
-    functions = [{"name": tool.name, "parameters": tool.parameters or {"type": "object", "properties": {}}} for tool in tools]
-    body = {
-        "messages": [{"role": "user", "content": f"Do task {number} with one of your tools."}],
-        "tools": [{"type": "function", "function": function} for function in functions],
-        "tool_choice": "required",
-        "parallel_tool_calls": False,
-        "temperature": temperature,
-        "n": _CHOICES,
-        "max_tokens": _MAX_TOKENS,
-        "seed": number,
-    }
-    async with http.post(f"{url}/v1/chat/completions", json=body) as response:
-        answer = json.loads(await response.read())
-        if response.status != 200:
-            report.wrong.append(f"status {response.status}: {answer['error']['message']}")
-            if len(report.wrong) > 50:
-                raise GatewayError(f"Too many requests failed, the last with {report.wrong[-1]}")
-            return
-    warnings = " ".join(answer.get("warnings", ()))
-    schemas = {tool.name: tool.parameters or NOTHING for tool in tools}
-    for choice in answer["choices"]:
-        if choice["finish_reason"] != "tool_calls":
-            report.cut += 1
-            continue
-        for call in choice["message"]["tool_calls"]:
-            name = call["function"]["name"]
-            count_call(name, call["function"]["arguments"], schemas.get(name, False), f"tool {name}:" in warnings, report)
-
-
-def count_call(name: str, arguments: str, schema: Any, warned: bool, report: CallsReport) -> None:
-    """Counts one finished call. `warned`: the caller was told that keywords of its tool were not enforced."""
-    report.finished += 1
-    report.warned += warned
-    try:
-        json.loads(arguments)
-        report.parsed += 1
-        found = violations(schema, arguments)
-    except (ValueError, NotCheckable) as error:
-        report.wrong.append(f"{name}: {error}: {arguments[:200]}")
-        return
-    if not found:
-        report.valid += 1
-    elif not warned:
-        report.wrong.append(f"{name}: {found[0]}: {arguments[:200]}")
+    return list(found.values())

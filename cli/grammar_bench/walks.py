@@ -9,7 +9,8 @@ from random import Random
 import numpy as np
 from tokenizers import Tokenizer
 
-from cli.grammar_bench.calls import NOTHING, CallsReport, count_call, offered
+from cli.grammar_bench.calls import offered
+from cli.grammar_bench.report import Batch, Call, CallsReport, judged, schemas_of
 from gateway.choices import ChoiceState
 from grammar.compiler import CompiledGrammar, GrammarCompiler, allocate_bitmask
 from grammar.formats.registry import format_named
@@ -52,7 +53,8 @@ def walked_calls(
             raise ValueError("there are no tools to call")
         compiled = compiler.compile(source)
         warned = {one.tool for one in schemas.unenforced()}
-        parameters = {tool.name: tool.parameters or NOTHING for tool in few}
+        parameters = schemas_of(few)
+        calls: list[Call] = []
         for seed in range(4):
             ids = walker.walk(compiled, Random(f"{number} {seed}"), 400)
             state = ChoiceState(0)
@@ -60,11 +62,12 @@ def walked_calls(
             text = tokenizer.decode([token for token in ids if token not in stops], skip_special_tokens=False)
             state.add([*parser.feed(text), *parser.finish()])
             for call in state.calls:
+                arguments = "".join(call.arguments)
                 if call.complete:
-                    arguments = "".join(call.arguments)
-                    count_call(call.name, arguments, parameters[call.name], call.name in warned, report)
+                    calls.append(judged(call.name, arguments, parameters[call.name], warned=call.name in warned))
                 else:
-                    report.cut += 1
+                    calls.append(Call(call.name, arguments, "cut"))
+        report.add(Batch(form.name, number, report.model, report.temperature, tuple(calls)))
         number += 1
     return report
 

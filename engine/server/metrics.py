@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
+from engine.server.draft_metrics import draft_families
 from engine.server.retention import WaitingTable
 from engine.server.stream import RequestStream
 from engine.server.vllm.metrics import VllmMetrics
@@ -94,7 +95,7 @@ class _StatsCollector(Collector):
     def describe(self) -> Iterable[GaugeMetricFamily]:
         return ()
 
-    def collect(self) -> Iterable[GaugeMetricFamily | CounterMetricFamily | InfoMetricFamily]:
+    def collect(self) -> Iterable[Metric]:
         stats, info = self._engine.stats(), self._engine.info
         identity = {
             "model": info.model,
@@ -123,6 +124,7 @@ class _StatsCollector(Collector):
             ("requests_loading", "Sequences whose blocks are on their way from a tier.", stats.loading),
             ("waiting_sessions", "Sessions between two turns, by the hints of gateways.", len(self._waiting)),
             ("requests_held", "Those that wait until sessions in progress leave room for theirs.", stats.held),
+            ("held_prompt_tokens", "Prompt tokens of those.", stats.held_prompt_tokens),
             ("sessions_in_progress", "Sessions whose KV is kept for their next turns.", stats.sessions_in_progress),
             ("sessions_paused", "Sessions that wait for others to end.", stats.sessions_paused),
             ("event_log_bytes", "KV events kept for replay.", self._engine.events.tail_bytes),
@@ -130,6 +132,7 @@ class _StatsCollector(Collector):
             yield GaugeMetricFamily(_PREFIX + name, text, value)
         if stats.tiers:
             yield from _tier_families(stats.tiers)
+        yield from draft_families(stats)
         for name, text, value in (
             ("steps", "Steps of the engine.", stats.steps_total),
             ("requests", "Requests queued.", stats.requests_total),
@@ -140,6 +143,7 @@ class _StatsCollector(Collector):
             ("drafted_tokens", "Tokens guessed and computed before they were known.", stats.drafted_tokens_total),
             ("accepted_tokens", "Those of them that were generated.", stats.accepted_tokens_total),
             ("forced_tokens", "Tokens that a grammar left no choice about.", stats.forced_tokens_total),
+            ("mask_seconds", "What grammars took of the engine's thread.", stats.mask_seconds_total),
             ("decode_passes", "Sequences' parts in steps that decoded them.", stats.decode_passes_total),
             ("preemptions", "Sequences that gave their blocks back to be computed again.", stats.preemptions_total),
             ("retention_hints", "Hints of gateways when a session will be back.", self._waiting.hints),

@@ -92,6 +92,10 @@ class RequestTracing:
             attributes["gen_ai.usage.cache_read.input_tokens"] = stream.started.cached_tokens
         if isinstance(stream.end, Done):
             attributes["turnkeep.preemptions"] = stream.end.preemptions
+            attributes["turnkeep.decode_passes"] = stream.end.decode_passes
+            attributes["turnkeep.drafted_tokens"] = stream.end.drafted_tokens
+            attributes["turnkeep.accepted_tokens"] = stream.end.accepted_tokens
+            attributes["turnkeep.forced_tokens"] = stream.end.forced_tokens
         return attributes
 
 

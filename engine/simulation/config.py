@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from engine.config import ConfigError
+from offload.config import OffloadConfig
 
 LETTER_TOKENS = tuple(range(64, 90))
 """Ids of printable ASCII characters in every byte-level BPE vocabulary: `a` to `z` where bytes come first (GPT-2, Llama 3,
@@ -53,6 +54,9 @@ class SimulationConfig:
     `mean_output_tokens` tokens in the mean (0: only by its limits). `token_ids` are what it generates, chosen by digest of
     what stands before and `seed`. `accept_grammars`: True takes requests with a grammar and generates as if there were none
     (what comes out is not valid against it); False says so in the capabilities and refuses them.
+
+    `offload`: tiers below the device, of `kv_token_bytes` a token, from which blocks come at `host_rate` and `disk_rate` bytes
+    a second (engine.simulation.tiers); its codecs and its Redis mean nothing here.
     """
 
     model: str = "simulated"
@@ -71,9 +75,21 @@ class SimulationConfig:
     token_ids: tuple[int, ...] = LETTER_TOKENS
     eos_token_ids: tuple[int, ...] = (2,)
     accept_grammars: bool = False
+    offload: OffloadConfig | None = None
+    kv_token_bytes: int = 131_072
+    host_rate: float = 20e9
+    disk_rate: float = 3e9
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "num_blocks", "max_model_len", "vocab_size", "max_num_seqs", "max_num_batched_tokens"):
+        for name in (
+            "block_size",
+            "num_blocks",
+            "max_model_len",
+            "vocab_size",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "kv_token_bytes",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -83,6 +99,10 @@ class SimulationConfig:
             )
         if not (math.isfinite(self.time_scale) and self.time_scale >= 0):
             raise ConfigError(f"time_scale must be finite and not negative, not {self.time_scale}")
+        for name in ("host_rate", "disk_rate"):
+            rate = getattr(self, name)
+            if not (math.isfinite(rate) and rate > 0):
+                raise ConfigError(f"{name} is a number of bytes a second and must be finite and above 0, not {rate}")
         if self.mean_output_tokens < 0:
             raise ConfigError(f"mean_output_tokens must not be negative, not {self.mean_output_tokens}")
         if self.scheduling not in ("fcfs", "priority"):

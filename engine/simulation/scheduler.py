@@ -3,7 +3,8 @@
 One token budget a step. Running sequences come first, in order of arrival (or of priority, then arrival); then waiting ones,
 as long as their whole prompt fits into the blocks that are left. When a running sequence finds no block, the last in order is
 preempted: it gives its blocks back and will be computed again, from what of it is still cached. A step that preempted admits
-nobody. Every sequence fits into the pool when it is alone, so the first in order always gets on.
+nobody. Every sequence fits into the pool when it is alone, so the first in order always gets on. One whose prompt goes on in
+a tier gets its room and loads first; others run meanwhile.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from dataclasses import dataclass
 
 from engine.simulation.config import SimulationConfig
 from engine.simulation.sequences import Sequence
+from engine.simulation.tiers import Load, SimulatedTiers
 from prefix_cache.block_pool import BlockPool
+from prefix_cache.eviction import EvictionPolicy
 from prefix_cache.hashing import TOKEN_BYTES
 
 
@@ -48,9 +51,13 @@ def _sort_key(sequence: Sequence) -> tuple[int, int, int]:
 class Scheduler:
     """Who runs, who waits, and who holds which block."""
 
-    def __init__(self, config: SimulationConfig) -> None:
+    def __init__(
+        self, config: SimulationConfig, policy: EvictionPolicy | None = None, tiers: SimulatedTiers | None = None
+    ) -> None:
         self._config = config
-        self.pool = BlockPool(config.num_blocks, config.block_size)
+        self._tiers = tiers
+        self.pool = BlockPool(config.num_blocks, config.block_size, policy)
+        self.loading: list[Load] = []
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.preemptions = 0
@@ -75,6 +82,7 @@ class Scheduler:
         """It has finished or was aborted: gives its blocks back."""
         sequence.alive = False
         self._release(sequence)
+        self.loading = [load for load in self.loading if load.sequence is not sequence]
         for queue in (self.running, self.waiting):
             place = bisect.bisect_left(queue, sequence.sort_key, key=_sort_key)
             if place < len(queue) and queue[place] is sequence:
@@ -110,18 +118,35 @@ class Scheduler:
             held = self.pool.publish(sequence.table[first:full], sequence.digests[first:full], sequence.parent(first))
             sequence.table[first:full] = held
             sequence.published = full
+            if self._tiers is not None:
+                self._tiers.store(sequence.digests[first:full], first, sequence.request.prepared.session)
+
+    def take_arrived(self, now: float) -> None:
+        """Sequences whose blocks are there run from now on; blocks that did not come are given back."""
+        for load in [load for load in self.loading if load.ready_at <= now]:
+            self.loading.remove(load)
+            sequence, first = load.sequence, load.first
+            upto = first + (0 if self._tiers is None else self._tiers.end(load))
+            self.pool.free(sequence.table[upto:])
+            del sequence.table[upto:]
+            held = self.pool.publish(sequence.table[first:upto], sequence.digests[first:upto], sequence.parent(first))
+            sequence.table[first:upto] = held
+            sequence.published = upto
+            sequence.computed = upto * self._config.block_size
+            bisect.insort(self.running, sequence, key=_sort_key)
 
     def held(self) -> dict[int, int]:
         """Block -> in how many tables it is, for the integrity check."""
         counts: dict[int, int] = {}
-        for sequence in self.running:
+        for sequence in (*self.running, *(load.sequence for load in self.loading)):
             for block in sequence.table:
                 counts[block] = counts.get(block, 0) + 1
         return counts
 
     def _admit(self, work: list[Work], budget: int) -> None:
-        owed = sum(self._blocks(len(sequence)) - len(sequence.table) for sequence in self.running)
-        while self.waiting and budget > 0 and len(self.running) < self._config.max_num_seqs:
+        held = (*self.running, *(load.sequence for load in self.loading))
+        owed = sum(self._blocks(len(sequence)) - len(sequence.table) for sequence in held)
+        while self.waiting and budget > 0 and len(self.running) + len(self.loading) < self._config.max_num_seqs:
             sequence = self.waiting[0]
             total = len(sequence)
             reusable = (total - 1) // self._config.block_size  # the last token is computed in any case: it gives the next one
@@ -134,6 +159,12 @@ class Scheduler:
             sequence.table = found
             sequence.published = len(found)
             sequence.computed = len(found) * self._config.block_size
+            loads = 0 if self._tiers is None else self._tiers.plan(sequence, len(found), reusable)
+            if loads and self._tiers is not None:
+                sequence.table = [*found, *self.pool.allocate(loads)]
+                self.loading.append(self._tiers.begin(sequence, len(found), loads))
+                owed += self._blocks(total) - len(sequence.table)
+                continue
             count = min(total - sequence.computed, budget)
             self._reserve(sequence, count)
             owed += self._blocks(total) - len(sequence.table)

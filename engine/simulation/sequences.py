@@ -9,6 +9,7 @@ from engine.core import RequestRefused
 from engine.resuming import resumed_tokens
 from engine.sampling import params
 from engine.sampling.stopping import StopChecker, StopDecision
+from engine.session_numbers import session_number
 from engine.simulation.config import SimulationConfig
 from gateway.workers.protocol import GenerateRequest, SamplingParams
 from grammar.detokenizer import Detokenizer
@@ -28,6 +29,7 @@ class Prepared:
     root: bytes
     digests: tuple[bytes, ...]
     max_total: int
+    session: int = 0
     resumed: tuple[tuple[bool, tuple[int, ...]], ...] = ()
     """Of a request that another worker began, for each choice: whether it has ended there, else the ids it generated."""
 
@@ -67,6 +69,7 @@ def prepare(request: GenerateRequest, config: SimulationConfig, namespace: bytes
         root=root,
         digests=tuple(block_digests(packed, root, config.block_size)),
         max_total=_max_total(prompt, sampling.max_tokens, config),
+        session=session_number(request.tenant, request.session),
         resumed=tuple((choice.finished, tuple(ids)) for choice, ids in zip(request.resume, resumed, strict=True)),
     )
 

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from gateway.access.entries import PRIORITY_CLASSES, PriorityClass
 from gateway.admission.config import AdmissionConfig
@@ -24,8 +24,7 @@ _LOOK_EVERY = 0.1
 _MAX_MODELS = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(NamedTuple):
     """A turn that wants to begin. `needs`: blocks of KV for each of its prompts, answers included. `tokens`: of its prompts.
     `cost`: tokens of work that it is. `continuing`: its session is in progress."""
 
@@ -113,12 +112,13 @@ class Admission:
         leaves the queue."""
         queue = self._queue(ask.model)
         now = self._clock()
-        turn = _Turn(ask.tenant, ask.priority, ask.continuing, ask.tokens, ask.cost, needs=ask.needs, since=now)
+        turn = _Turn(ask.tenant, ask.priority, ask.continuing, ask.tokens, ask.cost, ask.needs, now)
         if not len(queue.fair):
             likely = self._some_room(ask.model)
             if likely is not None:
-                for blocks in queue.booked.get(likely.name, ()):
-                    likely.reserve(blocks)
+                if queue.booked:
+                    for blocks in queue.booked.get(likely.name, ()):
+                        likely.reserve(blocks)
                 if self._grant(queue, turn, [likely]):
                     return self._ticket(ask.model, turn, 0.0)
             rooms = self._room(ask.model, queue)
@@ -191,7 +191,7 @@ class Admission:
         return rooms
 
     def _grant(self, queue: _Queue, turn: _Turn, rooms: list[WorkerRoom]) -> bool:
-        found = choose(rooms, turn.needs)
+        found = choose(rooms, turn.needs, continuing=turn.continuing)
         if found is None:
             return False
         turn.booked = [(room.name, blocks) for room, blocks in found]

@@ -88,14 +88,14 @@ class Gate:
     ) -> Pass:
         """Raises TurnError 429, 503."""
         output = reserved_output(turn.sampling, self.admission.config.output_reserve)
-        tokens = sum(prompt.num_tokens for prompt in prompts)
+        tokens = sum([prompt.num_tokens for prompt in prompts])
         known = history.continuation.reused_tokens if history is not None else 0
         cost = float(max(tokens - known, 1) + output * len(prompts))
         charge, headers = await self.limits.tokens(caller, cost)
         ask = Ask(
             model,
             turn.session.tenant,
-            tuple(needed_blocks(prompt.num_tokens, output, info) for prompt in prompts),
+            tuple([needed_blocks(prompt.num_tokens, output, info) for prompt in prompts]),
             tokens,
             cost,
             priority,
@@ -153,9 +153,11 @@ class Gate:
 
 def has_answers(messages: Any) -> bool:
     """Whether a conversation was answered before."""
-    return isinstance(messages, list | tuple) and any(
-        isinstance(message, Mapping) and message.get("role") == "assistant" for message in messages
-    )
+    if isinstance(messages, list | tuple):
+        for message in messages:
+            if isinstance(message, Mapping) and message.get("role") == "assistant":
+                return True
+    return False
 
 
 def make_gate(

@@ -20,7 +20,11 @@ def ranked(turn: Turn, headers: Mapping[str, str], caller: Caller) -> tuple[Turn
     does: below zero high, zero normal, above zero low. A key that may not ask for so much gets what it may, with a warning.
     Raises TurnError 400 for a header that names no class."""
     priority = turn.priority
-    named = headers.get(PRIORITY, "").strip().lower()
+    named = headers.get(PRIORITY, "")
+    if not named and not priority and caller.priority != "low":
+        # Nobody asks for anything, and every key but the lowest may have that.
+        return turn, "normal"
+    named = named.strip().lower()
     if named:
         if named not in PRIORITY_CLASSES:
             raise TurnError(

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from gateway.admission.gate import Gate
 from gateway.admission.priority import ranked
+from gateway.apis.body_memo import Remembered
 from gateway.apis.codec import Answer
 from gateway.apis.headers import (
     LIMITS,
@@ -34,8 +35,9 @@ from gateway.patience import Patience
 from gateway.pipeline import Pipeline
 from gateway.running import RunningTurn
 from gateway.turn import Prompt, Turn, TurnError, TurnRecord
+from gateway.turns.reader import Reader
 from gateway.turns.registry import Joined, TurnRegistry, idempotency_key
-from gateway.turns.shared import Begun, Reader, SharedTurn, is_refusal
+from gateway.turns.shared import Begun, is_refusal
 from gateway.workers.protocol import WorkerInfo
 
 log = logging.getLogger(__name__)
@@ -48,15 +50,17 @@ MakePrompts = Callable[[WorkerInfo], Awaitable[tuple[Sequence[Prompt], TurnHisto
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request as it came. `request_id` is what the client may know it by; `raw` the body, where it goes on as it is."""
+    """A request as it came. `request_id` is what the client may know it by; `raw` the body, where it goes on as it is; `seen`
+    what of it is known from the request before."""
 
     request: web.Request
     request_id: str
-    body: Mapping[str, Any]
+    body: dict[str, Any]
     wall_clock: float
     monotonic: float
     caller: Caller
     raw: bytes = b""
+    seen: Remembered | None = None
 
 
 @dataclass(slots=True)
@@ -134,9 +138,10 @@ class TurnEndpoint:
             missed = begun.watched is not None and begun.watched.miss is not None
             await self._pipeline.settle(begun.history, running, final=turn.session.final, missed=missed)
 
-        async def begin(shared: SharedTurn) -> Begun:
+        async def begin(reader: Reader) -> Begun:
             try:
-                begun = await patience.until(shared.begun())
+                while (begun := await reader.begun(patience.whole())) is None:
+                    patience.check_whole()
             except TurnError as error:
                 if stream is not None and stream.is_open:
                     await stream.send(answer.failure(error))
@@ -170,11 +175,10 @@ class TurnEndpoint:
                 answer.adopt(joined.answer)
                 span.attached(joined.how, joined.first)
             try:
-                shared = joined.reader.shared
                 if turn.stream:
                     stream = EventStream(arrival.request, write_timeout=self._http.write_timeout)
                     await self._keep_waiting(stream, arrival, turn, joined, patience)
-                begun = await begin(shared)
+                begun = await begin(joined.reader)
                 if stream is not None:
                     response = stream.response
                     failure = await self._stream(stream, arrival, turn, joined, begun, answer, first_token, patience)
@@ -231,18 +235,11 @@ class TurnEndpoint:
         patience: Patience,
     ) -> web.Response:
         reader, running = joined.reader, begun.running
-        seen = False
-        while True:
-            if not await reader.wait(patience.left()):
-                patience.check()
-                continue
-            event = reader.take()
-            if event is None:
-                break
-            patience.heard()
-            if not seen and _has_tokens(event):
-                seen = True
-                first_token()
+        reader.follow(first_token)
+        while not await reader.wait_end(patience.left()):
+            patience.heard(reader.shared.heard)
+            patience.check()
+        reader.take()
         headers = self._headers(arrival, turn, joined, begun, started=True)
         return web.Response(body=orjson.dumps(answer.body(running)), content_type="application/json", headers=headers)
 
@@ -265,13 +262,13 @@ class TurnEndpoint:
     ) -> None:
         """Waits until the turn is on its workers, or never will be. A client that has waited for long gets headers, which
         cannot say where the turn goes, and comments: what goes wrong from then on is told in the stream."""
-        shared, interval = joined.reader.shared, self._http.ping_interval
-        if await shared.wait_begun(patience.within(self._http.headers_within)) or patience.over:
+        reader, interval = joined.reader, self._http.ping_interval
+        if await reader.wait_begun(patience.within(self._http.headers_within)) or patience.over:
             return
         known = {**session_headers(turn.session), **attached_header(joined.how, joined.first), **warning_header(turn.warnings)}
         await stream.open({REQUEST_ID: arrival.request_id, **known})
         await stream.send(PING)
-        while not await shared.wait_begun(patience.within(max(0.0, interval - stream.idle))) and not patience.over:
+        while not await reader.wait_begun(patience.within(max(0.0, interval - stream.idle))) and not patience.over:
             await stream.send(PING)
 
     async def _stream(
@@ -289,7 +286,7 @@ class TurnEndpoint:
         # The headers can say what was cached once the prompts have left their queues; but they do not wait for ever.
         running = begun.running
         if not stream.is_open:
-            started = await joined.reader.shared.wait_started(self._http.headers_within)
+            started = await joined.reader.wait_started(self._http.headers_within)
             await stream.open(self._headers(arrival, turn, joined, begun, started=started))
         await stream.send(answer.opening(running))
         failure: TurnError | None = None

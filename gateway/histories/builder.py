@@ -19,18 +19,22 @@ import msgspec
 from gateway.histories.cutting import Cutter
 from gateway.histories.growth import Growth
 from gateway.histories.matching import Match, TurnText, best_match
-from gateway.histories.pieces import PieceRenderer
+from gateway.histories.pieces import Before, PieceRenderer
+from gateway.histories.skeleton import STAND_IN
 from gateway.histories.splicing import Frame, Returned, find_returned, frame_of, generated_text, reasoning_of
 from gateway.histories.stability import Stability, TurnKind
 from gateway.models import ServedModel
+from gateway.outlines.outline import Outlines
 from gateway.rendering import tool_dict
 from gateway.turn import Turn
 from prefix_cache.hashing import TOKEN_BYTES, pack_tokens, unpack_tokens
 from sessions.continuation import Continuation, Divergence, Path
-from sessions.digests import context_digest, meaning_digest, message_digests, split_reasoning
+from sessions.digests import DIGEST_BYTES, context_digest, meaning_digest, message_digests, split_reasoning
 from sessions.ledger import (
+    SPAN_BYTES,
     Generated,
     Ledger,
+    Span,
     common_tokens,
     extend_blocks,
     pack_spans,
@@ -66,14 +70,19 @@ class HistoryBuilder:
         self._tail_turns = itertools.count(1)
         self.cutter = Cutter(model.tokenizer)
         self.stability = Stability(model.renderer)
+        self.outlines = Outlines(model.renderer, STAND_IN)
         self._stability_wanted = self.cutter.refusal is None
 
     def describe(self, turn: Turn) -> TurnText:
         """What `turn` is compared by."""
         kwargs = context_digest(dict(turn.template_kwargs))
         tools = [tool_dict(tool) for tool in turn.tools]
-        context = context_digest(self._model.name, kwargs.hex(), tools, self._model.renderer.volatile())
-        return TurnText(message_digests(turn.messages), context, kwargs)
+        renderer = self._model.renderer
+        volatile = renderer.volatile()
+        context = context_digest(self._model.name, renderer.fingerprint, kwargs.hex(), tools, volatile)
+        known = turn.message_digests
+        digests = known + message_digests(turn.messages[len(known) // DIGEST_BYTES :])
+        return TurnText(digests, context, kwargs, tuple(volatile))
 
     def match(
         self, text: TurnText, branches: Sequence[Ledger], root: bytes, messages: Sequence[Mapping[str, Any]]
@@ -88,7 +97,7 @@ class HistoryBuilder:
             return False
         start = 0
         if match is not None and match.continues(text):
-            known = match.messages == text.count or self.goes_by_tail(turn, text, match.ledger, match.messages)
+            known = match.messages == text.count or self.goes_by_tail(turn, text, match)
             start = match.messages if known else 0
         total = 0 if start else 256 * len(turn.tools)
         for message in turn.messages[start:]:
@@ -99,6 +108,7 @@ class HistoryBuilder:
     def warm_up(self) -> None:
         """Tries the templates with their default variables."""
         if self._stability_wanted and self._model.renderer.has_template:
+            self.outlines.warm_up()
             for tools in (False, True):
                 for reasoning in (False, True):
                     self.stability.answers(tools=tools, reasoning=reasoning, kwargs={}, kwargs_name=context_digest({}))
@@ -111,13 +121,22 @@ class HistoryBuilder:
         work = _Work(self, turn, text, match, root, block_size, max_tokens)
         return work.continuation()
 
-    def goes_by_tail(self, turn: Turn, text: TurnText, ledger: Ledger, start: int) -> bool:
-        """Whether the messages from `start` on may be rendered without those before them."""
-        if self.stability.is_odd(turn.messages):
+    def goes_by_tail(self, turn: Turn, text: TurnText, match: Match) -> bool:
+        """Whether the messages that a turn has beyond its match, all of which it has, may be rendered without those before
+        them."""
+        if match.by_tail is None:
+            match.by_tail = self._goes_by_tail(turn, text, match)
+        return match.by_tail
+
+    def _goes_by_tail(self, turn: Turn, text: TurnText, match: Match) -> bool:
+        ledger, start = match.ledger, match.messages
+        # What users have said for long is not looked through every turn.
+        before = ledger.odd if ledger.odd is not None else self.stability.is_odd(turn.messages[:start])
+        match.odd = before or self.stability.is_odd(turn.messages[start:])
+        if match.odd:
             return False
-        reasoning = ledger.reasoned or any(item.reasoning for item in ledger.pending)
-        if not reasoning:
-            reasoning = any(reasoning_of(message) is not None for message in turn.messages[start:])
+        match.reasons = _reasons(turn.messages[start:])
+        reasoning = match.reasons or ledger.reasoned or any(item.reasoning for item in ledger.pending)
         return self.stability.holds(
             TurnKind.of(turn.messages, start),
             tools=bool(turn.tools),
@@ -160,7 +179,11 @@ class _Work:
         self._root = root
         self._block_size = block_size
         self._max_tokens = max_tokens
-        self._pieces = PieceRenderer(builder.model.renderer, turn.tools, turn.template_kwargs)
+        scope = (text.kwargs_name, text.volatile)
+        self._pieces = PieceRenderer(
+            builder.model.renderer, turn.tools, turn.template_kwargs, outlines=builder.outlines, scope=scope
+        )
+        self._before: Before | None = None
         self._messages: list[Mapping[str, Any]] = list(turn.messages)
         self._returned: Returned | None = None
         self._fallbacks: list[str] = []
@@ -182,13 +205,14 @@ class _Work:
             # Its text was made with the reasoning put back, which is only right around the generated ids.
             self._fallbacks = [*self._fallbacks, str(error)]
             self._returned = None
+            self._before = None
             self._messages = list(self._turn.messages)
             return self._onwards(match)
 
     def _onwards(self, match: Match) -> Continuation:
         old = match.ledger
         if old.end_of(old.num_spans).messages == match.messages:
-            made = self._by_tail(old)
+            made = self._by_tail(match)
             if made is not None:
                 return made
         return self._by_whole(match)
@@ -211,18 +235,20 @@ class _Work:
         self._returned = found
         self._messages[at] = found.message
 
-    def _by_tail(self, old: Ledger) -> Continuation | None:
-        start = old.num_messages
-        if not self._builder.goes_by_tail(self._turn, self._text, old, start):
+    def _by_tail(self, match: Match) -> Continuation | None:
+        old = match.ledger
+        start = match.messages
+        if not self._builder.goes_by_tail(self._turn, self._text, match):
             self._fallbacks.append("template_unstable")
             return None
-        text = self._pieces.part(self._messages, start, len(self._messages), prompt=True)
+        self._before = self._pieces.before(self._messages, start)
+        text = self._pieces.behind(self._before, self._messages[start:], prompt=True)
         if text is None or not self._cutter.starts(text):
             self._fallbacks.append("template_unstable")
             return None
         if self._builder.is_check():
             return self._by_whole(self._match, tail=text)
-        return self._grown(old.cut(old.num_spans), text, old, "tail")
+        return self._grown(old, old.num_spans, text, old, "tail")
 
     def _by_whole(self, match: Match | None, tail: str | None = None) -> Continuation:
         """`tail`: what the tail way found, to be compared."""
@@ -230,14 +256,13 @@ class _Work:
         if old is not None and old.reasoned and self._builder.restores_reasoning and match is not None:
             self._restore_old(old, match.messages)
         whole = self._pieces.whole(self._messages)
-        base = _empty(self._text.context, self._root, self._block_size)
+        base, spans = self._empty(), 0
         text = whole
         if old is not None and match is not None:
             spans, characters = self._walk(old, whole, match.messages)
             if spans:
-                base = msgspec.structs.replace(old.cut(spans), context=self._text.context)
-                text = whole[characters:]
-        if tail is not None and old is not None and (base.num_spans != old.num_spans or text != tail):
+                base, text = old, whole[characters:]
+        if tail is not None and old is not None and (spans != old.num_spans or text != tail):
             self._builder.stability.distrust()
             self._fallbacks.append("template_distrusted")
             log.warning(
@@ -245,9 +270,9 @@ class _Work:
                 "them every turn. Prompts stay right and cost more.",
                 self._turn.model,
             )
-        if old is None or base.num_messages != old.num_messages:
+        if old is None or base.end_of(spans).messages != old.num_messages:
             self._give_up("history_changed")
-        return self._grown(base, text, old, "whole" if old is not None else "new")
+        return self._grown(base, spans, text, old, "whole" if old is not None else "new")
 
     def _restore_old(self, old: Ledger, shared: int) -> None:
         """Puts the reasoning back into answers of earlier turns whose ids hold it."""
@@ -280,11 +305,13 @@ class _Work:
             return 0, 0
         return spans, characters
 
-    def _grown(self, base: Ledger, text: str, old: Ledger | None, path: Path) -> Continuation:
-        """`base` with the spans of `text`, which goes from its end to the end of the prompt."""
-        if base.num_tokens + len(text) // self._builder.model.tokenizer.longest_token >= self._max_tokens:
-            raise PromptTooLongError(base.num_tokens + len(text) // self._builder.model.tokenizer.longest_token)
-        grown = Growth(base, self._cutter)
+    def _grown(self, base: Ledger, spans: int, text: str, old: Ledger | None, path: Path) -> Continuation:
+        """The first `spans` spans of `base` with those of `text`, which goes from their end to the end of the prompt."""
+        end = base.end_of(spans)
+        at_least = end.tokens + len(text) // self._builder.model.tokenizer.longest_token
+        if at_least >= self._max_tokens:
+            raise PromptTooLongError(at_least)
+        grown = Growth(end, self._cutter)
         position = self._splice(grown, text, old)
         closed = self._close(grown, text, position, old.tail) if path == "tail" and old is not None else None
         if closed is None:
@@ -292,33 +319,42 @@ class _Work:
         rest = text[closed:]
         tail_ids = self._cutter.encode(rest)
         self._tokenised = grown.tokenised + len(tail_ids) // TOKEN_BYTES
-        tokens = b"".join((base.tokens, *grown.ids, tail_ids))
+        tokens, blocks = base.extended(spans, (*grown.ids, tail_ids))
         ledger = msgspec.structs.replace(
             base,
+            context=self._text.context,
             messages=self._text.digests,
-            spans=base.spans + pack_spans(grown.spans),
+            spans=base.spans[: spans * SPAN_BYTES] + pack_spans(grown.spans),
             tokens=tokens,
-            blocks=extend_blocks(base.blocks, tokens, self._root, self._block_size),
+            blocks=blocks,
             tail=rest if len(rest) <= _MAX_TAIL else "",
             pending=(),
-            generated_tokens=base.generated_tokens + self._spliced,
-            reasoned=(old is not None and base.num_spans > 0 and old.reasoned)
+            generated_tokens=base.generated_within(spans) + self._spliced,
+            reasoned=(old is not None and spans > 0 and old.reasoned)
             or (self._returned is not None and bool(self._returned.reasoning))
-            or any(reasoning_of(message) is not None for message in self._turn.messages[base.num_messages :]),
+            or self._reasons(end.messages),
+            odd=None if self._match is None else self._match.odd,
         )
-        divergence = None if old is None else self._divergence(base, old, ledger)
+        divergence = None if old is None else self._divergence(spans, end, old, ledger)
         return Continuation(
             ledger=ledger,
             path=path,
             predecessor=old,
-            matched_messages=base.num_messages + (1 if self._spliced else 0),
-            reused_tokens=base.num_tokens + self._spliced,
+            matched_messages=end.messages + (1 if self._spliced else 0),
+            reused_tokens=end.tokens + self._spliced,
             spliced_tokens=self._spliced,
             tokenised_tokens=self._tokenised,
             divergence=divergence,
             fallbacks=tuple(self._fallbacks),
             new_text="" if divergence is None else text,
         )
+
+    def _reasons(self, start: int) -> bool:
+        """Whether the messages from `start` on hold reasoning."""
+        match = self._match
+        if match is not None and match.reasons is not None and match.messages == start:
+            return match.reasons
+        return _reasons(self._turn.messages[start:])
 
     def _give_up(self, reason: str) -> None:
         """The answer is not spliced after all. Raises _NotSplicedError where the text must be made again without it."""
@@ -337,7 +373,8 @@ class _Work:
         frame: Frame | str = "opening_changed"
         if bool(opening) == bool(old.tail):  # else the text before the answer was too long to be kept
             said = partial(generated_text, self._returned.generated, self._builder.model.tokenizer)
-            frame = frame_of(self._returned, said, text, old.tail, self._messages, start, self._pieces, self._cutter)
+            before = self._before or self._pieces.before(self._messages, start)
+            frame = frame_of(self._returned, said, text, old.tail, self._messages[start:], before, self._pieces, self._cutter)
         if isinstance(frame, str):
             self._give_up(frame)
             self._fallbacks.append(frame)
@@ -379,7 +416,8 @@ class _Work:
             start = end
         return position
 
-    def _divergence(self, base: Ledger, old: Ledger, new: Ledger) -> Divergence | None:
+    def _divergence(self, spans: int, end: Span, old: Ledger, new: Ledger) -> Divergence | None:
+        """Of `new`, which begins with the first `spans` spans of `old`, up to `end`."""
         match = self._match
         answer = max((len(item.token_ids) for item in old.pending), default=0) // TOKEN_BYTES
         had = old.num_tokens + answer
@@ -388,37 +426,37 @@ class _Work:
         if match.messages < old.num_messages:
             cause = "shorter" if match.messages == self._text.count else "message"
             message = match.messages
-        elif base.num_spans < old.num_spans:
+        elif spans < old.num_spans:
             cause = "context" if old.context != self._text.context else "template"
-            message = base.num_messages
-        elif old.pending and not self._spliced:
+            message = end.messages
+        elif self._spliced:
+            return None  # the answer stands behind what stood before it
+        elif old.pending:
             cause, message = "generated", old.num_messages
         elif not new.tokens.startswith(old.tokens):
             cause, message = "template", old.num_messages
         else:
             return None
-        tokens = common_tokens(old.tokens, new.tokens, base.num_tokens)
-        return Divergence(cause, message, tokens, base.end_of(base.num_spans).text_bytes, max(had - tokens, 0))  # type: ignore[arg-type]
+        tokens = common_tokens(old.tokens, new.tokens, end.tokens)
+        return Divergence(cause, message, tokens, end.text_bytes, max(had - tokens, 0))  # type: ignore[arg-type]
 
     def _as_text(self, reason: str) -> Continuation:
         """Rendered and tokenised as a whole; the ledger is good for identifying the session and no more."""
         text = self._pieces.whole(self._messages)
-        base = _empty(self._text.context, self._root, self._block_size)
         longest = self._builder.model.tokenizer.longest_token
         if len(text) // longest >= self._max_tokens:
             raise PromptTooLongError(len(text) // longest)
         tokens = self._cutter.encode(text)
-        ledger = msgspec.structs.replace(
-            base,
-            messages=self._text.digests,
-            tokens=tokens,
-            blocks=extend_blocks(b"", tokens, self._root, self._block_size),
-        )
+        blocks = extend_blocks(b"", tokens, self._root, self._block_size)
+        ledger = msgspec.structs.replace(self._empty(), messages=self._text.digests, tokens=tokens, blocks=blocks)
         return Continuation(ledger=ledger, path="text", tokenised_tokens=len(tokens) // TOKEN_BYTES, fallbacks=(reason,))
 
+    def _empty(self) -> Ledger:
+        return Ledger(context=self._text.context, root=self._root, block_size=self._block_size)
 
-def _empty(context: bytes, root: bytes, block_size: int) -> Ledger:
-    return Ledger(context=context, root=root, block_size=block_size)
+
+def _reasons(messages: Sequence[Mapping[str, Any]]) -> bool:
+    return any(reasoning_of(message) is not None for message in messages)
 
 
 class Said(NamedTuple):

@@ -5,14 +5,13 @@ from __future__ import annotations
 from gateway.histories.cutting import Cutter
 from prefix_cache.hashing import TOKEN_BYTES
 from sessions.digests import NO_MEANING
-from sessions.ledger import Ledger, Span, text_digest
+from sessions.ledger import Span, text_digest
 
 
 class Growth:
-    """What follows a ledger's last span, in order. `messages`: how many are within spans; `tokenised`: ids made from text."""
+    """What follows a span of a ledger, in order. `messages`: how many are within spans; `tokenised`: ids made from text."""
 
-    def __init__(self, base: Ledger, cutter: Cutter) -> None:
-        end = base.end_of(base.num_spans)
+    def __init__(self, end: Span, cutter: Cutter) -> None:
         self._cutter = cutter
         self._tokens = end.tokens
         self._text_bytes = end.text_bytes

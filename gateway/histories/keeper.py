@@ -282,7 +282,7 @@ class HistoryKeeper:
         others = [branch for at, branch in enumerate(record.branches) if at != history.position]
         orphaned = orphaned_blocks(old, made.ledger, others, record.shared_blocks)
         if orphaned:
-            history.continuation = dataclasses.replace(made, orphaned=orphaned)
+            history.continuation = msgspec.structs.replace(made, orphaned=orphaned)
             self._supersede(history.model, orphaned)
 
     async def _share(self, tenant: str, key: str, blocks: int) -> None:

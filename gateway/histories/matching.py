@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -12,26 +11,31 @@ from sessions.digests import DIGEST_BYTES, meaning_digest
 from sessions.ledger import Ledger, common_messages
 
 
-@dataclass(frozen=True, slots=True)
-class TurnText:
-    """What a turn is compared by. `digests`: of its messages, joined; `context`: of all else that shapes its prompt."""
+class TurnText(msgspec.Struct, frozen=True):
+    """What a turn is compared by. `digests`: of its messages, joined; `context`: of all else that shapes its prompt;
+    `kwargs_name`: of its template variables. `volatile`: what its prompt depends on beside the request."""
 
     digests: bytes
     context: bytes
     kwargs_name: bytes
+    volatile: tuple[str, ...] = ()
 
     @property
     def count(self) -> int:
         return len(self.digests) // DIGEST_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
-    """A ledger of a session and how many of its messages a turn shares."""
+class Match(msgspec.Struct):
+    """A ledger of a session and how many of its messages a turn shares. What a turn that continues it is like is found out when
+    it is first asked for: `odd` (sessions.ledger.Ledger), `reasons`: its new messages hold reasoning, `by_tail`: it may be
+    rendered without what it shares."""
 
     ledger: Ledger
     position: int
     messages: int
+    odd: bool | None = None
+    reasons: bool | None = None
+    by_tail: bool | None = None
 
     def continues(self, text: TurnText) -> bool:
         """Whether the turn has all of the ledger's conversation, and all else that shapes its prompt is the same."""

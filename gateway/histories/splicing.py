@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from gateway.histories.cutting import Cutter
-from gateway.histories.pieces import PieceRenderer
+from gateway.histories.pieces import Before, PieceRenderer
 from gateway.tokenization import TextTokenizer
-from prefix_cache.hashing import unpack_tokens
+from prefix_cache.hashing import list_tokens
 from sessions.digests import meaning_digest, split_reasoning
 from sessions.ledger import Generated
 
@@ -17,8 +16,7 @@ _SENTINEL = "zq7generated"
 _ALIKE = 12
 
 
-@dataclass(frozen=True, slots=True)
-class Returned:
+class Returned(NamedTuple):
     """An answer that came back. `message`: as it is rendered, with the reasoning put back that its client dropped. `reasoning`:
     the text of the thinking region that the template must keep, "" for none."""
 
@@ -27,8 +25,7 @@ class Returned:
     reasoning: str
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """Where the generated ids go: the answer's span is `text[:end]`, and what follows them in it is `text[after:end]`."""
 
     after: int
@@ -74,7 +71,7 @@ def _is_plain(message: Mapping[str, Any], generated: Generated, tokenizer: TextT
 
 def generated_text(generated: Generated, tokenizer: TextTokenizer) -> str:
     """What was generated, as text."""
-    return tokenizer.decode(unpack_tokens(generated.token_ids).tolist())
+    return tokenizer.decode(list_tokens(generated.token_ids))
 
 
 def reasoning_of(message: Mapping[str, Any]) -> str | None:
@@ -97,12 +94,12 @@ def frame_of(
     text: str,
     opening: str,
     messages: Sequence[Mapping[str, Any]],
-    start: int,
+    before_them: Before,
     pieces: PieceRenderer,
     cutter: Cutter,
 ) -> Frame | str:
-    """The place of the generated ids in `text`, or why there is none. `text` is what the template writes from the answer,
-    `messages[start]`, to the end of the prompt; `opening` stood before the ids when they were generated; `said` gives
+    """The place of the generated ids in `text`, or why there is none. `text` is what the template writes from the answer, the
+    first of `messages`, to the end of the prompt; `opening` stood before the ids when they were generated; `said` gives
     their text.
 
     The answer is rendered once more with a sentinel for all it says. Where the sentinel's surroundings are those of the answer,
@@ -111,7 +108,7 @@ def frame_of(
     if not text.startswith(opening):
         return "opening_changed"
     blank = {"role": "assistant", "content": _SENTINEL}
-    framed = pieces.part([*messages[:start], blank, *messages[start + 1 :]], start, len(messages), prompt=True)
+    framed = pieces.behind(before_them, [blank, *messages[1:]], prompt=True)
     closing = None
     if framed is not None and framed.count(_SENTINEL) == 1:
         before, _, after = framed.partition(_SENTINEL)
@@ -121,7 +118,7 @@ def frame_of(
             closing = len(text) - len(after)
     if closing is None:
         # Some templates write calls in another frame than words.
-        alone = pieces.part(messages, start, start + 1)
+        alone = pieces.behind(before_them, messages[:1])
         if alone is None or not text.startswith(alone):
             return "template_frame"
         closing = cutter.last_end(alone, len(opening))

@@ -31,7 +31,8 @@ _EQUAL_SHARE = 0.02  # of the lowest cost: what is measured varies by more
 class WorkerLoad:
     """What is known of a candidate's load. `queued_tokens`: prompt tokens to be computed there before a newcomer's, this
     gateway's own among them. `requests`: waiting and running. `kv_tokens`: how many its KV memory holds; 0: not known.
-    `instance`: its own id, which says nothing of its load."""
+    `instance`: its own id, which says nothing of its load. `held_tokens`: prompt tokens that wait there for sessions in
+    progress, so that turns of those pass them."""
 
     name: str
     queued_tokens: float = 0.0
@@ -39,6 +40,7 @@ class WorkerLoad:
     max_concurrency: int = 1
     instance: str = ""
     kv_tokens: int = 0
+    held_tokens: int = 0
 
 
 class Candidate(NamedTuple):
@@ -69,6 +71,10 @@ class Candidate(NamedTuple):
         """Expected until the first token."""
         return self.queue + self.transfer + self.prefill + self.interference
 
+    def estimates(self) -> tuple[float, ...]:
+        """`matched_tokens`, and the seconds in the order of the fields."""
+        return self[1:10]
+
 
 @dataclass(frozen=True, slots=True)
 class Weights:
@@ -84,8 +90,8 @@ def costs(candidates: Sequence[Candidate], home: str | None, weights: Weights) -
     """Seconds for each, with the terms above. `home` None: the session is new."""
     others, evict, spread = weights.opportunity, weights.eviction, weights.spread if home is None else 0.0
     found = [
-        c.queue + c.transfer + c.prefill + c.interference + others * c.others + evict * c.eviction + spread * c.recent_work
-        for c in candidates
+        queue + transfer + prefill + interference + others * lost + evict * eviction + spread * work
+        for _, _, queue, transfer, prefill, interference, lost, eviction, work, _, _, _ in candidates
     ]
     if home is not None:
         for position, candidate in enumerate(candidates):

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from gateway.router.config import PolicyName, RouterConfig
 from gateway.router.costs import Candidate, Weights, cheapest
 from gateway.router.rendezvous import score, session_key
 
 
-@dataclass(frozen=True, slots=True)
-class RouteRequest:
+class RouteRequest(NamedTuple):
     """One turn to be placed. `session` names its session (None: unknown); `home` is where its last turn ran. `agreed`: for new
     sessions, the score of a worker in which all gateways agree (gateway.router.rendezvous); None where there is but one."""
 
@@ -41,10 +39,10 @@ class PrefixPolicy:
 
     def choose(self, request: RouteRequest, candidates: Sequence[Candidate]) -> tuple[Candidate, str]:
         home = request.home
-        if home is not None and not any(candidate.name == home for candidate in candidates):
+        if home is not None and home not in [candidate[0] for candidate in candidates]:
             home = None
         chosen = cheapest(candidates, home, self._weights, request.agreed)
-        matches = [candidate.matched_tokens for candidate in candidates]
+        matches = [candidate[1] for candidate in candidates]
         longest, matched = max(matches), chosen.matched_tokens
         if matched == longest and matched > min(matches):
             return chosen, "prefix"

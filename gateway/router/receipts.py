@@ -7,8 +7,6 @@ from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from operator import attrgetter
 from typing import Literal, Protocol
 
 from gateway.router.costs import Candidate
@@ -18,7 +16,8 @@ Result = Literal["open", "running", "finished", "abandoned", "failed"]
 TERMS = ("queue", "transfer", "prefill", "interference", "others", "eviction", "recent_work", "stay")
 """The estimates of a candidate that a receipt keeps, in seconds."""
 
-_ROW = attrgetter("matched_tokens", *TERMS)
+_WIDTH = 1 + len(TERMS)
+_FEW = 8  # candidates: as many in every decision take three megabytes in all
 
 
 @dataclass(slots=True)
@@ -45,7 +44,8 @@ class Shadow:
 
 
 class Decision:
-    """One choice among candidates. Estimates are packed once the outcome is known: a ring of them must stay small."""
+    """One choice among candidates. The estimates of more than a few are packed once the outcome is known: a ring of decisions
+    must stay small."""
 
     __slots__ = (
         "_candidates",
@@ -93,7 +93,7 @@ class Decision:
         self.outcome = Outcome()
         self._candidates: Sequence[Candidate] | None = candidates
         self._names: tuple[str, ...] = ()
-        self._packed = array("d")
+        self._packed: Sequence[float] = ()
 
     @property
     def num_candidates(self) -> int:
@@ -105,24 +105,30 @@ class Decision:
             for c in self._candidates:
                 yield c.name, c.matched_tokens, {term: getattr(c, term) for term in TERMS}
             return
-        width = 1 + len(TERMS)
         for position, name in enumerate(self._names):
-            row = self._packed[position * width : (position + 1) * width]
+            row = self._packed[position * _WIDTH : (position + 1) * _WIDTH]
             yield name, int(row[0]), dict(zip(TERMS, row[1:], strict=True))
 
     def best_other(self) -> float | None:
         """The lowest estimate of the time to the first token among the workers that were not chosen."""
-        if self._candidates is None:
-            return None
-        return min((c.seconds for c in self._candidates if c.name != self.worker), default=None)
+        best, chosen = None, self.worker
+        for name, _, queue, transfer, prefill, interference, _, _, _, _, _, _ in self._candidates or ():
+            if name != chosen:
+                seconds = queue + transfer + prefill + interference
+                if best is None or seconds < best:
+                    best = seconds
+        return best
 
     def seal(self) -> None:
         """Nothing is asked of the candidates any more but to be shown."""
-        if self._candidates is None:
+        candidates = self._candidates
+        if candidates is None or len(candidates) <= _FEW:
             return
-        self._packed.extend(chain.from_iterable(map(_ROW, self._candidates)))
-        self._names = tuple(c.name for c in self._candidates)
         self._candidates = None
+        self._packed = packed = array("d")
+        for candidate in candidates:
+            packed.extend(candidate.estimates())
+        self._names = tuple([candidate.name for candidate in candidates])
 
 
 class RouteObserver(Protocol):

@@ -20,6 +20,7 @@ class ReuseModel:
         self._turns = 0.0
         self._returns = [0.0] * _BUCKETS
         self._later = [0.0] * (_BUCKETS + 1)
+        self._summed = True
 
     def turn(self, gap: float | None) -> None:
         """A turn came, `gap` seconds after its predecessor (None: it is a session's first, or that was forgotten)."""
@@ -29,16 +30,23 @@ class ReuseModel:
         if self._turns > _MAX_WEIGHT:
             self._turns *= 0.5
             self._returns = [0.5 * count for count in self._returns]
+        self._summed = False
+
+    def probability(self, age: float) -> float:
+        """That a block which nobody has used for `age` seconds will be used again."""
+        if not self._summed:
+            self._sum()
+        later = self._later[_bucket(age) + 1]
+        never = self._turns - self._later[0]
+        return later / (later + never) if later else 0.0
+
+    def _sum(self) -> None:
+        """Every turn changes the histogram; it is asked for only where memory is full."""
         total = 0.0
         for bucket in range(_BUCKETS - 1, -1, -1):
             total += self._returns[bucket]
             self._later[bucket] = total
-
-    def probability(self, age: float) -> float:
-        """That a block which nobody has used for `age` seconds will be used again."""
-        later = self._later[_bucket(age) + 1]
-        never = self._turns - self._later[0]
-        return later / (later + never) if later else 0.0
+        self._summed = True
 
 
 def _bucket(seconds: float) -> int:

@@ -21,6 +21,7 @@ from gateway.router.standing import Standing
 from gateway.turn import Receipt, SessionRef
 from prefix_cache.hashing import BlockHash
 from prefix_cache.index import Hits, Prediction, ResidencyIndex
+from prefix_cache.walking import reader
 
 # A turn without a session is recognised by the block its predecessor's prompt ended with. That block lies before the end of
 # what is resident by as many blocks as the predecessor generated; looking further back than this would not pay.
@@ -172,6 +173,10 @@ class Router:
             promised = min(promised, self.index.reported(route.standing.name, digests, promised // block_size) * block_size)
         route.standing.trust.compare(promised, cached, slack)
 
+    def learns(self, standing: Standing) -> bool:
+        """Whether `observed` and `delayed` are to be told of a turn that ends now."""
+        return standing.teaches(self.now())
+
     def observed(self, standing: Standing, seen: Observation, apart: bool = True) -> None:
         """A worker has said how long a prompt took. `apart`: at another time than what it said before (Standing.apart)."""
         now = self.now()
@@ -218,7 +223,7 @@ class Router:
         now: float,
     ) -> list[Candidate]:
         # The hot loop of the gateway: with 64 workers each line of it runs 64 times for every request.
-        standings, index_blocks, make = self._standings, self.index.blocks, tuple.__new__
+        standings, held, make = self._standings, self.index.held, tuple.__new__
         arrivals = self._arrivals.rate(now) / len(loads)
         alike, way = self._peers.estimator.coefficients, self._peers.way.seconds
         candidates: list[Candidate] = []
@@ -235,16 +240,19 @@ class Router:
             work = new * (token + pair * (matched + 0.5 * new))
             transfer = _transfer(lower[name], k, matched, block_size) if lower and name in lower else 0.0
             eviction = 0.0
-            if kv_tokens and index_blocks(name) * block_size >= _FULL * kv_tokens:
+            if kv_tokens and name in held and held[name].blocks * block_size >= _FULL * kv_tokens:
                 age = standing.turnover(kv_tokens, now)
                 eviction = new * token * self._reuse.probability(age) if age < math.inf else 0.0
+            queue = standing.queue(load, prompt_tokens, now, token)
+            if load.held_tokens and name == home:
+                queue -= min(queue, load.held_tokens * token)
             candidates.append(
                 make(
                     Candidate,
                     (
                         name,
                         matched,
-                        standing.queue(load, prompt_tokens, now),
+                        queue,
                         transfer,
                         work,
                         (way if standing.latency_factor == 1.0 else standing.latency)
@@ -299,8 +307,10 @@ class Router:
         if named is not None:
             return self._homes.entry(named, now)
         deepest = max(matches.values(), default=0)
-        for digest in reversed(list(digests[max(deepest - _MAX_GENERATED_BLOCKS, 0) : deepest])):
-            if (tenant, digest) in self._homes and (entry := self._homes.entry((tenant, digest), now)) is not None:
+        digest_at = reader(digests)
+        for position in range(deepest - 1, max(deepest - _MAX_GENERATED_BLOCKS, 0) - 1, -1):
+            key = (tenant, digest_at(position))
+            if key in self._homes and (entry := self._homes.entry(key, now)) is not None:
                 return entry
         return None
 

@@ -20,6 +20,9 @@ _SURE_OF_ALL = 50.0
 # How many times as wrong as its peers' they may be before they count for nothing.
 _WORST_ERROR = 1.5
 _FORGET_AFTER = 300.0
+# A worker that reports a hundred prompts a second says little new with most of them, and learning costs as much as placing.
+_LESSONS_AT_ONCE = 64.0
+_LESSONS_A_SECOND = 10.0
 _SERVICE_GAIN = 0.05
 _SERVICE_PRIOR = 2.0
 
@@ -36,6 +39,7 @@ class Standing:
 
     __slots__ = (
         "_alike_error",
+        "_lessons",
         "_observed_at",
         "_own_error",
         "_recent_at",
@@ -43,6 +47,7 @@ class Standing:
         "_recent_tokens",
         "_seen_until",
         "_speed",
+        "_taught_at",
         "_way",
         "_way_at",
         "_weight",
@@ -90,6 +95,8 @@ class Standing:
         self._speed = Deviation(peers.speeds)
         self._own_error = self._alike_error = 0.0
         self._observed_at = now
+        self._lessons = _LESSONS_AT_ONCE
+        self._taught_at = now
         self._seen_until = -math.inf
 
     # How fast it is
@@ -104,18 +111,27 @@ class Standing:
         """Seconds between here and there: what the first token took beyond what the worker says it did."""
         return self.peers.way.scaled(self.latency_factor)
 
+    def teaches(self, now: float) -> bool:
+        """Whether to learn from what it reports now: from all of it but for a worker that goes on at a high rate."""
+        lessons = min(self._lessons + max(now - self._taught_at, 0.0) * _LESSONS_A_SECOND, _LESSONS_AT_ONCE)
+        self._taught_at = now
+        teaches = lessons >= 1.0
+        self._lessons = lessons - 1.0 if teaches else lessons
+        return teaches
+
     def observed(self, seen: Observation, now: float, apart: bool) -> None:
         """It has reported how long a prompt took; its peers have heard of it."""
         age = self._age(self._observed_at, now)
-        if seen.seconds > 0:
+        seconds = seen.seconds
+        if seconds > 0:
             alike = self.peers.estimator.coefficients.expected(seen)
-            error = abs(math.log(seen.seconds / (alike * self._speed.factor(age))))
-            own = abs(math.log(seen.seconds / self.estimator.coefficients.expected(seen)))
+            error = abs(math.log(seconds / (alike * self._speed.factor(age))))
+            own = abs(math.log(seconds / self.estimator.coefficients.expected(seen)))
             gain = max(1.0 / (self._weight + 1.0), _ERROR_GAIN)
             self._alike_error += gain * (error - self._alike_error)
             self._own_error += gain * (own - self._own_error)
             if apart:
-                self._speed.add(seen.seconds, alike, age)
+                self._speed.add(seconds, alike, age)
         self._weight = min(self._weight * age + 1.0, _MAX_WEIGHT)
         self._observed_at = now
         self.estimator.observe(seen)
@@ -207,14 +223,14 @@ class Standing:
         if not self.pending:
             self.pending_seconds, self.pending_tokens = 0.0, 0
 
-    def queue(self, load: WorkerLoad, prompt_tokens: int, now: float) -> float:
-        """Seconds until a prompt that comes now is begun."""
+    def queue(self, load: WorkerLoad, prompt_tokens: int, now: float, token: float | None = None) -> float:
+        """Seconds until a prompt that comes now is begun. `token`: its coefficient, where the caller has it at hand."""
         seconds = self.pending_seconds
         if self.pending and now > self.busy_since:
             seconds -= min(now - self.busy_since, next(iter(self.pending)).seconds)
         foreign = load.queued_tokens - self.pending_tokens
         if foreign > 0:
-            seconds += foreign * self.coefficients.token
+            seconds += foreign * (self.coefficients.token if token is None else token)
         beyond = load.requests + 1 - load.max_concurrency
         if beyond > 0:
             seconds += beyond * self.service / load.max_concurrency
@@ -229,10 +245,14 @@ class Standing:
 
     def worked(self, seconds: float, tokens: float, now: float) -> None:
         """It computed this much."""
-        decay = self._decay(now)
-        self._recent_seconds = self._recent_seconds * decay + seconds
-        self._recent_tokens = self._recent_tokens * decay + tokens
-        self._recent_at = max(now, self._recent_at)
+        passed = now - self._recent_at
+        if passed > 0.0:
+            decay = math.exp2(-passed / self.half_life)
+            self._recent_seconds *= decay
+            self._recent_tokens *= decay
+            self._recent_at = now
+        self._recent_seconds += seconds
+        self._recent_tokens += tokens
 
     def recent_work(self, now: float) -> float:
         """Seconds of it, each counting half after the half-life."""

@@ -82,7 +82,6 @@ class MissExplainer:
         watched.block_size = made.ledger.block_size
         if not self.config.explain:
             return watched
-        conversation = _conversation(turn)
         own = history.foreign is None and history.record is not None
         divergence = _divergence(history) if own else None
         left = self.log.left(history.tenant, history.key)
@@ -91,7 +90,7 @@ class MissExplainer:
         # What the predecessor had and this turn has not is no loss: nobody computes it again.
         lost = min(divergence.lost_tokens, made.ledger.num_tokens - divergence.tokens) if divergence is not None else 0
         if divergence is not None and lost >= made.ledger.block_size:
-            watched.miss = self._diverged(turn, history, conversation, divergence, lost)
+            watched.miss = self._diverged(turn, history, divergence, lost)
             old = _predecessor(history)
             if old is not None and _was_answered(history):
                 watched.previous = Place(old.worker, old.worker_instance)
@@ -104,7 +103,8 @@ class MissExplainer:
             watched.previous = left.place
             watched.expected = _whole(left.tokens, made.ledger)
         kept = made.matched_messages if own and divergence is None and history.position == 0 else 0
-        self.log.remember(history.tenant, history.key, conversation, kept)
+        if not self.log.go_on(history.tenant, history.key, turn.messages, kept):
+            self.log.remember(history.tenant, history.key, _conversation(turn), 0)
         return watched
 
     def started(self, watched: WatchedMiss, cached_tokens: int, place: Place) -> Miss | None:
@@ -161,15 +161,13 @@ class MissExplainer:
             return miss
         return msgspec.structs.replace(miss, lost_tokens=lost, lost_seconds=self._seconds(watched.model, lost))
 
-    def _diverged(
-        self, turn: Turn, history: TurnHistory, conversation: Conversation, divergence: Divergence, lost: int
-    ) -> Miss:
+    def _diverged(self, turn: Turn, history: TurnHistory, divergence: Divergence, lost: int) -> Miss:
         # The text that is known is that of the session's last turn here, which is its newest branch unless another gateway
         # has served it since.
         before = self.log.previous(history.tenant, history.key) if history.position in (0, None) else None
         if before is not None and not _is_text_of(before, _predecessor(history)):
             before = None
-        difference = first_difference(before, conversation) if before is not None else None
+        difference = first_difference(before, _conversation(turn)) if before is not None else None
         if difference is None:
             cause = "template" if before is not None else _UNKNOWN_TEXT[divergence.cause]
             path = f"messages[{divergence.message}]" if divergence.cause != "context" or before is not None else ""

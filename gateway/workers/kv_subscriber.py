@@ -14,11 +14,14 @@ from prefix_cache.index import Outcome, ResidencyIndex
 
 log = logging.getLogger(__name__)
 
+_PUT_OFF = 0.1  # of the time of silence
+
 
 class KVEventSubscriber:
     """One task that subscribes, applies, and subscribes again from where it was when the stream breaks or has a gap.
 
-    `silence`: seconds without any message (workers send heartbeats every few) after which the stream counts as dead.
+    `silence`: seconds without any message (workers send heartbeats every few) after which the stream counts as dead, or a tenth
+    more.
     Waits between attempts double from `backoff_first` to `backoff_max` seconds, with jitter.
     """
 
@@ -102,10 +105,14 @@ class KVEventSubscriber:
         position = self._index.position(self._name)
         instance, after = (None, 0) if position is None else (position.instance, position.seq)
         loop = asyncio.get_running_loop()
+        put_off = 0.0
         async with aclosing(self._worker.kv_events(instance, after)) as messages, asyncio.timeout(self._silence) as deadline:
             async for message in messages:
                 self._last_message = self._clock()
-                deadline.reschedule(loop.time() + self._silence)
+                # Every turn has its events, and moving a timer costs as much as reading them.
+                if (now := loop.time()) > put_off:
+                    put_off = now + _PUT_OFF * self._silence
+                    deadline.reschedule(now + (1 + _PUT_OFF) * self._silence)
                 if isinstance(message, Snapshot):
                     for _ in self._index.load_snapshot(self._name, message):
                         await asyncio.sleep(0)

@@ -49,7 +49,7 @@ class Watcher(Protocol):
         """None when a worker like this belongs here, else why not."""
 
     def changed(self, member: Member) -> None:
-        """Its state is another than before."""
+        """Its state is another than before, and perhaps what it is."""
 
 
 class Member:
@@ -116,7 +116,9 @@ class Member:
     @property
     def available(self) -> bool:
         """May be sent a request now."""
-        return self.state is State.READY and not self.draining and self.breaker.allows(self._clock())
+        if self.state is not State.READY or self.drained or (self.stats is not None and self.stats.draining):
+            return False
+        return self.breaker.allows(self._clock())
 
     @property
     def draining(self) -> bool:
@@ -136,14 +138,13 @@ class Member:
     @property
     def load(self) -> WorkerLoad:
         """Own books, exact, and what others put on it, as last reported."""
-        return WorkerLoad(
-            name=self.name,
-            queued_tokens=self.books.queued_tokens + self._foreign_tokens,
-            requests=self.books.requests + self._foreign_requests,
-            max_concurrency=self.info.max_concurrency if self.info is not None else 1,
-            instance=self.info.instance if self.info is not None else "",
-            kv_tokens=self.info.num_blocks * self.info.block_size if self.info is not None else 0,
-        )
+        info, books = self.info, self.books
+        queued, requests = books.queued_tokens + self._foreign_tokens, books.waiting + books.running + self._foreign_requests
+        if info is None:
+            return WorkerLoad(self.name, queued, requests)
+        kv_tokens = info.num_blocks * info.block_size
+        held = 0 if self.stats is None else self.stats.held_prompt_tokens
+        return WorkerLoad(self.name, queued, requests, info.max_concurrency, info.instance, kv_tokens, held)
 
     def heard(self) -> None:
         """A chunk has come: it is alive, whatever its probes do."""

@@ -52,6 +52,11 @@ class WorkerPool:
         self._specs: dict[str, WorkerSpec] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
+        # What every turn asks of the workers together, until one of them changes.
+        self._serving: dict[tuple[str, bool], tuple[Member, ...]] = {}
+        self._infos: dict[str, WorkerInfo] = {}
+        self._adapters: dict[str, str | None] = {}
+        self._opaque: tuple[str, ...] | None = None
 
     def add(self, name: str, worker: str | WorkerSpec) -> None:
         """Starts looking after a worker (a bare address: a replica of ours). One of the same name that is told otherwise is
@@ -108,20 +113,20 @@ class WorkerPool:
         """Ready workers of a model that take token ids, or, `opaque`, the client's body. Ones that miss their probes are only
         given when there are no others."""
         name = model if opaque else self._resolve(model)
-        able = [
-            member
-            for member in self._members.values()
-            if member.name not in excluded
-            and member.info is not None
-            and member.info.capabilities.token_prompts is not opaque
-            and serves(member.info, name)
-            and member.available
-        ]
+        serving = self._serving.get((name, opaque))
+        if serving is None:
+            serving = self._serve(name, opaque)
+        able = [member for member in serving if member.available]
+        if excluded:
+            able = [member for member in able if member.name not in excluded]
         return [member for member in able if not member.missed] or able
 
     def info(self, model: str) -> WorkerInfo:
         """What the ready workers of a model have in common. Raises TurnError 404, 503."""
         name = self._resolve(model)
+        known = self._infos.get(name)
+        if known is not None:
+            return known
         infos = [
             as_adapter(m.info, name)
             for m in self._members.values()
@@ -131,22 +136,29 @@ class WorkerPool:
             raise self.none_up(model)
         shortest = min(info.max_model_len for info in infos)
         first = infos[0]
-        return first if first.max_model_len == shortest else msgspec.structs.replace(first, max_model_len=shortest)
+        made = first if first.max_model_len == shortest else msgspec.structs.replace(first, max_model_len=shortest)
+        self._infos[name] = made
+        return made
 
     def adapter(self, model: str) -> str | None:
         """The name under which workers serve a model beside their own; None for their own."""
         name = self._resolve(model)
+        if name in self._adapters:
+            return self._adapters[name]
         own = any(m.info is not None and m.info.model == name for m in self._members.values())
         adapted = any(m.info is not None and name in m.info.adapters for m in self._members.values())
-        return name if adapted and not own else None
+        found = self._adapters[name] = name if adapted and not own else None
+        return found
 
     def opaque_models(self) -> tuple[str, ...]:
         """Names of models that only opaque workers serve, also while none of those is up."""
-        names: dict[str, None] = {}
-        for member in self._members.values():
-            if member.info is not None and not member.info.capabilities.token_prompts:
-                names |= dict.fromkeys((member.info.model, *member.info.adapters))
-        return tuple(name for name in names if name not in self._models and name not in self._aliases)
+        if self._opaque is None:
+            names: dict[str, None] = {}
+            for member in self._members.values():
+                if member.info is not None and not member.info.capabilities.token_prompts:
+                    names |= dict.fromkeys((member.info.model, *member.info.adapters))
+            self._opaque = tuple(name for name in names if name not in self._models and name not in self._aliases)
+        return self._opaque
 
     def is_opaque(self, model: str) -> bool:
         """Whether turns for a model are for opaque workers."""
@@ -245,7 +257,22 @@ class WorkerPool:
         return None
 
     def changed(self, member: Member) -> None:
+        self._serving.clear()
+        self._infos.clear()
+        self._adapters.clear()
+        self._opaque = None
         self._changed.set()
+
+    def _serve(self, name: str, opaque: bool) -> tuple[Member, ...]:
+        """Whoever serves a model and takes token ids, or bodies, whatever its state."""
+        serving = tuple(
+            member
+            for member in self._members.values()
+            if member.info is not None and member.info.capabilities.token_prompts is not opaque and serves(member.info, name)
+        )
+        if serving:
+            self._serving[name, opaque] = serving
+        return serving
 
     def _resolve(self, model: str) -> str:
         name = self._aliases.get(model, model)

@@ -144,7 +144,7 @@ class Finished(msgspec.Struct, frozen=True, tag_field="type", tag="finished", om
 
 class Done(msgspec.Struct, frozen=True, tag_field="type", tag="done", omit_defaults=True):
     """The end of a stream: what the request took. Seconds are on the replica's monotonic clock. `cached_known` False: the
-    worker did not say what was cached."""
+    worker did not say what was cached. `drafted`, `accepted`, `forced` tokens, `decode_passes`: as WorkerStats counts them."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -154,6 +154,10 @@ class Done(msgspec.Struct, frozen=True, tag_field="type", tag="done", omit_defau
     decode_seconds: float
     preemptions: int
     cached_known: bool = True
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    forced_tokens: int = 0
+    decode_passes: int = 0
 
 
 class Failed(msgspec.Struct, frozen=True, tag_field="type", tag="failed", omit_defaults=True):
@@ -298,7 +302,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class TierStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A tier below the device. What it holds, and `stored`, `evicted` and `healed` (damaged blocks thrown away), are of all
-    who share it; the rest is this worker's: prompt tokens loaded from it, errors, seconds that a block takes, measured."""
+    who share it, `users` of them on this machine; the rest is this worker's: prompt tokens loaded from it, errors, seconds that
+    a block takes, measured."""
 
     name: str
     blocks: int
@@ -310,6 +315,18 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     hit_tokens_total: int = 0
     errors_total: int = 0
     seconds_per_block: float = 0.0
+    users: int = 1
+
+
+class DrafterStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Tokens that one source guessed and what became of them. `drafts`: guesses that were verified, of one sequence in one step
+    each. `accepted_per_position`: how many guesses came true at least up to their first, second, ... token."""
+
+    name: str
+    drafts_total: int = 0
+    drafted_tokens_total: int = 0
+    accepted_tokens_total: int = 0
+    accepted_per_position_total: tuple[int, ...] = ()
 
 
 class WorkerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -317,11 +334,13 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     nobody uses right now and can be evicted. Totals count from the start of the instance. `draining`: it shuts down, finishes
     what it has and takes nothing new. `loading`: sequences whose blocks are on their way from a tier; they count neither as
     running nor as waiting. `lost_blocks`: those that a session came back for and that had to be computed again.
+    `drafted`, `accepted`, `forced` tokens: guessed, come true, left no choice about by a grammar; `drafts`: whole guesses,
+    `drafters`: their parts by source. `mask_seconds`: what grammars took of the engine's thread.
     `prefetched_blocks`: brought from disk into memory before anybody asked; `useless_prefetches`: for which nobody asked within
     ten minutes. `fetched_blocks`: brought onto the device before their session was back; `useful_fetches` were still there when
     it was, `useless_fetches` had been given up, or it did not come within ten minutes.
-    `held`: those of `waiting` that wait until sessions in progress leave room for theirs; `sessions_in_progress`,
-    `sessions_paused`: where sessions are scheduled (docs/offload.md).
+    `held`: those of `waiting` that wait until sessions in progress leave room for theirs, with so many tokens of prompts and
+    blocks that they will need; `sessions_in_progress`, `sessions_paused`: where sessions are scheduled (docs/offload.md).
     """
 
     instance: str
@@ -342,6 +361,9 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     accepted_tokens_total: int = 0
     forced_tokens_total: int = 0
     decode_passes_total: int = 0
+    mask_seconds_total: float = 0.0
+    drafts: DrafterStats | None = None
+    drafters: tuple[DrafterStats, ...] = ()
     prefill_tokens_per_second: float = 0.0
     decode_tokens_per_second: float = 0.0
     draining: bool = False
@@ -353,6 +375,8 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     useful_fetches_total: int = 0
     useless_fetches_total: int = 0
     held: int = 0
+    held_prompt_tokens: int = 0
+    held_blocks: int = 0
     sessions_in_progress: int = 0
     sessions_paused: int = 0
     held_total: int = 0

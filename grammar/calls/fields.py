@@ -1,6 +1,7 @@
 """A call written as a list of fields, each with its own name and value: Qwen3-Coder's and GLM's XML.
 
-Values of strings are written as they are, without quotes or escapes; all others as JSON. What comes out is one JSON object.
+Values of strings are written as they are, without quotes or escapes, and end with the first text that ends a value; all others
+as JSON, in whose strings that text means nothing. What comes out is one JSON object.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class FieldsCall:
         self._end = ""
         self._value = ""  # not given out yet
         self._open = False  # the quote of a string is out
+        self._nested: _NestedEnd | None = None  # where an array or object ends, once it is known to be one
 
     def feed(self, text: str, start: int, out: list[Delta]) -> int:
         at = start
@@ -162,13 +164,18 @@ class FieldsCall:
             self._expect = _Expect.FIRST_OF_VALUE
 
     def _begin_value(self, end: str) -> None:
-        self._end, self._value, self._open = end, "", False
+        self._end, self._value, self._open, self._nested = end, "", False, None
         self._expect = _Expect.VALUE
 
     def _feed_value(self, text: str, at: int, out: list[Delta]) -> int:
         held = self._value
         value = held + text[at:]
-        found = value.find(self._end, max(0, len(held) - len(self._end) + 1))
+        if self._nested is None and "string" not in self._types and value.lstrip().startswith(("[", "{")):
+            self._nested = _NestedEnd(self._end)
+        if self._nested is not None:
+            found = self._nested.find(value)
+        else:
+            found = value.find(self._end, max(0, len(held) - len(self._end) + 1))
         if found >= 0:
             self._value = ""
             self._give(value[:found], out, last=True)
@@ -211,3 +218,32 @@ class FieldsCall:
         self._write("}" if self._fields else "{}", out)
         out.append(ToolCallEnd(self._index))
         self.done = True
+
+
+class _NestedEnd:
+    """Finds a text behind a JSON array or object that comes in pieces, passing over the strings in it."""
+
+    def __init__(self, end: str) -> None:
+        self._end = end
+        self._seen = 0
+        self._in_string = False
+
+    def find(self, value: str) -> int:
+        """Where it begins in the value, which is what was given before and more; -1 while it is not there whole."""
+        at = self._seen
+        while at < len(value):
+            char = value[at]
+            if self._in_string and char == "\\":
+                if at + 1 == len(value):
+                    break
+                at += 1
+            elif char == '"':
+                self._in_string = not self._in_string
+            elif not self._in_string and char == self._end[0]:
+                if value.startswith(self._end, at):
+                    return at
+                if self._end.startswith(value[at:]):
+                    break
+            at += 1
+        self._seen = at
+        return -1

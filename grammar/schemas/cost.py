@@ -7,14 +7,15 @@ ones, counted repetition in patterns, enums of thousands of values, depth.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 from grammar.counted import EXACT_LENGTH
 from grammar.pattern import examine_pattern
 
-_PER_NODE = 1.0
-_PER_NUMBER_RANGE = 15.0
+_PER_NODE = 0.5
+_PER_NUMBER_RANGE = 4.0
 _PER_COUNTED = 20.0
 _PER_EXCLUDED_PREFIX = 15.0
 """Names of further properties must differ from the described ones: an automaton over all their prefixes."""
@@ -51,25 +52,38 @@ def distinct_prefixes(names: Iterable[str]) -> int:
     return len({name[:end] for name in names for end in range(1, len(name) + 1)})
 
 
+def _trie_states(texts: Sequence[str]) -> int:
+    """Characters of these texts without what each begins with like its neighbour in order."""
+    ordered = sorted(texts)
+    return sum(map(len, ordered)) - sum(_shared(one, other) for one, other in pairwise(ordered))
+
+
+def _shared(one: str, other: str) -> int:
+    """Characters with which both begin."""
+    return next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
 def _own(node: dict[str, Any]) -> float:
     cost = 0.0
     if "enum" in node or "const" in node:
         values = node.get("enum", [node.get("const")])
-        characters = sum(len(value) if isinstance(value, str) else 8 for value in values)
-        cost += len(values) / 30 + (characters / 1000) ** 2 / 4
+        texts = [value for value in values if isinstance(value, str)]
+        states = _trie_states(texts) + 8 * (len(values) - len(texts))
+        cost += len(values) / 30 + 34 * (len(values) / 1000) ** 2 + states / 100 + 2 * (states / 1000) ** 2
     if "pattern" in node:
         cost += pattern_milliseconds(node["pattern"])
     for pattern in node.get("patternProperties", ()):
         cost += pattern_milliseconds(pattern)
     if "minLength" in node or "maxLength" in node or "format" in node:
-        cost += 2.0
+        cost += 12.0
     if any(key.endswith("imum") for key in node):
         cost += _PER_NUMBER_RANGE
     if "multipleOf" in node:
-        cost += min(float(node["multipleOf"]), 1000.0) ** 2 / 5000
+        cost += min(float(node["multipleOf"]), 1000.0) / 5
     properties = node.get("properties", {})
     optional = len(properties) - sum(1 for name in node.get("required", ()) if name in properties)
-    cost += optional**3 / 60_000 + (sum(map(len, properties)) / 1000) ** 2 / 4
+    characters = sum(map(len, properties))
+    cost += optional**3 / 60_000 + characters / 50 + (characters / 1000) ** 2 / 4
     if node.get("additionalProperties", False) is not False:
         cost += _PER_EXCLUDED_PREFIX * distinct_prefixes(properties)
     counted = min(max(node.get("minProperties", 0), node.get("maxProperties", 0)), len(properties))

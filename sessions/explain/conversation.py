@@ -30,20 +30,29 @@ class Conversation:
 @dataclass(slots=True)
 class RememberedText:
     """The last turn of a session, serialised: what the next one is compared with. `head`: tools and settings; `messages`: one
-    JSON text each."""
+    JSON text each, changed by `go_on` alone. `nbytes`: about what it takes in memory."""
 
     head: bytes
     messages: list[bytes]
+    nbytes: int = field(init=False)
 
-    @property
-    def nbytes(self) -> int:
-        return len(self.head) + sum(map(len, self.messages)) + 60 * len(self.messages) + 300
+    def __post_init__(self) -> None:
+        self.nbytes = len(self.head) + _size(self.messages) + 300
+
+    def go_on(self, kept: int, messages: Sequence[bytes]) -> None:
+        """Its first `kept` messages, and `messages` behind them. Costs what changes."""
+        self.nbytes += _size(messages) - _size(self.messages[kept:])
+        self.messages[kept:] = messages
 
     def conversation(self) -> Conversation:
         """As it was."""
         load = msgspec.json.decode  # unlike orjson it keeps integers of any size
         head = load(self.head)
         return Conversation([load(message) for message in self.messages], head[0], head[1])
+
+
+def _size(messages: Sequence[bytes]) -> int:
+    return sum(map(len, messages)) + 60 * len(messages)
 
 
 def dump(value: Any) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -93,8 +93,7 @@ def _place(miss: Miss) -> str:
     return "messages[*]" + miss.path.partition("]")[2]
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """A worker: its gateway's name for it, and its own instance id, "" where that is not known."""
 
     worker: str = ""
@@ -150,17 +149,25 @@ class MissLog:
         known = self._sessions.get((tenant, session))
         return None if known is None or known.text is None else known.text.conversation()
 
+    def go_on(self, tenant: str, session: str, messages: Sequence[Mapping[str, Any]], kept: int) -> bool:
+        """The session's turn has `messages`, of which `kept`, and tools and settings, are those of the turn before it. False
+        where that one's text is not known: it is to be remembered whole."""
+        at = (tenant, session)
+        known = self._sessions.get(at)
+        if known is None or known.text is None or not 0 < kept <= len(known.text.messages):
+            return False
+        known.text.go_on(kept, [dump(message) for message in messages[kept:]])
+        self._put(at, known)
+        return True
+
     def remember(self, tenant: str, session: str, turn: Conversation, kept: int) -> None:
         """The session's turn, of which `kept` messages (and, where there are any, tools and settings) are those of the turn
         before it."""
+        if self.go_on(tenant, session, turn.messages, kept):
+            return
         at = (tenant, session)
         known = self._sessions.get(at)
-        text = known.text if known is not None else None
-        if text is not None and 0 < kept <= len(text.messages):
-            del text.messages[kept:]
-            text.messages.extend(dump(message) for message in turn.messages[kept:])
-        else:
-            text = RememberedText(dump_head(turn), [dump(message) for message in turn.messages])
+        text = RememberedText(dump_head(turn), [dump(message) for message in turn.messages])
         session_text = known if known is not None else _Session()
         session_text.text = text
         self._put(at, session_text)
@@ -175,7 +182,7 @@ class MissLog:
         known = self._sessions.get((tenant, session))
         if known is not None and known.text is not None:
             known.left = left
-            known.text.messages.append(dump(answer))
+            known.text.go_on(len(known.text.messages), [dump(answer)])
             self._put((tenant, session), known)
 
     def add(self, tenant: str, session: str, miss: Miss) -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 MIN_SECONDS = 0.001
 MAX_SECONDS = 86_400.0
@@ -38,7 +40,7 @@ class DecayedHistogram:
     """Durations in seconds. Times are those of the caller's clock, in seconds; they may stand still, and steps back count as
     standing still."""
 
-    __slots__ = ("_half_life", "_landmark", "_latest", "_weights")
+    __slots__ = ("_half_life", "_high", "_landmark", "_latest", "_low", "_weights")
 
     def __init__(self, half_life: float, now: float) -> None:
         """`half_life`: seconds after which a value weighs half."""
@@ -46,20 +48,22 @@ class DecayedHistogram:
         self._landmark = now
         self._latest = now
         self._weights = array("d", bytes(8 * NUM_BUCKETS))
+        # The buckets in use are self._weights[low:high]; mostly they are few.
+        self._low, self._high = NUM_BUCKETS, 0
 
     def add(self, seconds: float, now: float, weight: float = 1.0) -> None:
         """Counts a duration `weight` times. Raises ValueError for one that is no finite number."""
         if not math.isfinite(seconds):
             raise ValueError(f"a gap must be a finite number of seconds, not {seconds}")
         factor = self._factor(now)  # before the bucket is read: it may scale all of them
-        self._weights[bucket_of(seconds)] += weight * factor
+        self._put(bucket_of(seconds), weight * factor)
 
     def merge(self, buckets: Mapping[int, float], now: float) -> None:
         """Adds what `buckets` of another one says, whose weights are of this moment."""
         factor = self._factor(now)
         for bucket, weight in buckets.items():
             if 0 <= bucket < NUM_BUCKETS and 0 < weight < math.inf:
-                self._weights[bucket] += weight * factor
+                self._put(bucket, weight * factor)
 
     def buckets(self, now: float) -> dict[int, float]:
         """Weights as of now, of the buckets that have any."""
@@ -68,11 +72,32 @@ class DecayedHistogram:
 
     def weight(self, now: float) -> float:
         """How many values it stands for, old ones counted for less."""
-        return math.fsum(self._weights) / self._factor(now)
+        return math.fsum(self._weights[self._low : self._high]) / self._factor(now)
 
     def quantiles(self, shares: Sequence[float]) -> tuple[float, ...] | None:
         """Durations below which these shares (ascending, 0 to 1) lie; None when it is empty. Independent of the time."""
-        return weighted_quantiles(enumerate(self._weights), math.fsum(self._weights), shares)
+        weights = self._weights[self._low : self._high]
+        return self._quantiles(weights, math.fsum(weights), shares)
+
+    def summary(self, now: float, shares: Sequence[float]) -> tuple[float, tuple[float, ...] | None]:
+        """`weight` and `quantiles`."""
+        weights = self._weights[self._low : self._high]
+        total = math.fsum(weights)
+        return total / self._factor(now), self._quantiles(weights, total, shares)
+
+    def _quantiles(self, weights: array[float], total: float, shares: Sequence[float]) -> tuple[float, ...] | None:
+        """`weights`: of the buckets from `_low` on, which sum to `total`."""
+        low = self._low
+        if total <= 0:
+            return None
+        below = list(accumulate(weights))
+        first, last = bisect_right(below, 0.0), bisect_left(below, below[-1])
+        # Rounding may leave the last shares a hair above everything there is.
+        return tuple([bucket_seconds(low + min(max(bisect_left(below, share * total), first), last)) for share in shares])
+
+    def _put(self, bucket: int, weight: float) -> None:
+        self._weights[bucket] += weight
+        self._low, self._high = min(self._low, bucket), max(self._high, bucket + 1)
 
     def _factor(self, now: float) -> float:
         """What a value of this moment weighs."""
@@ -84,24 +109,3 @@ class DecayedHistogram:
             self._weights[bucket] = weight / factor
         self._landmark = self._latest
         return 1.0
-
-
-def weighted_quantiles(weights: Iterable[tuple[int, float]], total: float, shares: Sequence[float]) -> tuple[float, ...] | None:
-    """Of buckets in ascending order and their weights, which sum to `total`."""
-    if total <= 0:
-        return None
-    found: list[float] = []
-    below = 0.0
-    last = 0
-    for bucket, weight in weights:
-        if weight <= 0:
-            continue
-        below += weight
-        last = bucket
-        while len(found) < len(shares) and below >= shares[len(found)] * total:
-            found.append(bucket_seconds(bucket))
-        if len(found) == len(shares):
-            break
-    # Rounding may leave the last shares a hair above everything there is.
-    found.extend([bucket_seconds(last)] * (len(shares) - len(found)))
-    return tuple(found)

@@ -1,4 +1,4 @@
-"""`turnkeep bench offload` with the real model, as small as it goes: every figure is there and can be what it says it is."""
+"""`turnkeep bench offload`, as small as it goes: every figure is there and can be what it says it is."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,7 @@ from click.testing import CliRunner
 
 from cli.bench_offload import offload_command
 from engine.checkpoints import DEFAULT_MODEL, CheckpointError, default_cache_dir, resolve
+from tests.shared_data import shared_traces
 
 
 @pytest.fixture
@@ -40,3 +41,66 @@ def test_traces_without_two_turns_are_refused(model, tmp_path: Path):
     result = CliRunner().invoke(offload_command, [str(tmp_path)])
     assert result.exit_code == 2
     assert "There is no session of two turns in these traces." in result.output
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_checkpoint) -> str:
+    return str(tiny_checkpoint("llama", max_position_embeddings=32_768))
+
+
+SMALL = ["--sessions", "2", "--turns", "2", "--gap", "0.05", "--output", "2", "--turn-tokens", "128", "--repeats", "1"]
+
+
+def bench(tmp_path: Path, *arguments: str):
+    figures = tmp_path / "figures.json"
+    result = CliRunner().invoke(offload_command, [*SMALL, "--rate-mib", "8", "--json", str(figures), *arguments])
+    return result, json.loads(figures.read_text())
+
+
+def test_it_prints_every_target_with_each_pool(tiny, tmp_path: Path):
+    result, report = bench(tmp_path, "--model", tiny)
+    assert result.exit_code == 0, result.output
+    assert report["missing"] == {}
+    names = [target["name"] for target in report["targets"]]
+    assert len(names) == len(set(names)) == 2 + 1 + 1 + 2 + 8 + 1
+    for target in report["targets"]:
+        mark = "reached" if target["reached"] else "MISSED"
+        assert f"{mark:8} {target['name']}" in result.output
+    assert [row["share"] for row in report["pools"]] == [0.25, 0.25, 1.0, 1.0, 0.5, 0.5, 0.125, 0.125]
+    assert {row["sessions"] for row in report["pools"]} == {2}
+    assert {row["sessions"] for row in report["overload"]} == {4}
+    unlimited = report["unlimited"]
+    for row in (*report["pools"], *report["overload"], unlimited):
+        assert 0 < row["first_token_p50"] <= row["first_token_p99"]
+        assert row["mean_completion"] > 0
+        assert row["computed_tokens"] >= unlimited["computed_tokens"] or row["side"] == "tiers"
+
+
+def test_what_fails_takes_nothing_else_with_it(tiny, tmp_path: Path, monkeypatch):
+    def broken(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("engine.bench.offload.run.measure_rates", broken)
+    result, report = bench(tmp_path, "--model", tiny, "--only", "rates", "--only", "restart")
+    assert result.exit_code == 1
+    assert "No space left on device" in report["missing"]["rates"]
+    assert "rates: not all of it was measured" in result.output
+    assert report["rates"] is None
+    assert report["restart_loaded"] > 0
+
+
+def test_what_finds_no_time_is_named(tiny, tmp_path: Path):
+    result, report = bench(tmp_path, "--model", tiny, "--only", "pools", "--only", "overload", "--budget", "1", "--gap", "30")
+    assert result.exit_code == 0, result.output
+    assert set(report["missing"]) == {"pools", "overload"}
+    assert "the budget was spent after" in report["missing"]["pools"]
+    assert report["overload"] == []
+    assert "targets" in report
+
+
+def test_sessions_of_public_traces(tiny, tmp_path: Path):
+    folder = shared_traces("tau_bench").parent
+    traces = [str(folder / "tau_bench" / "gpt-4o-airline.json"), str(folder / "lmcache_agent_trace" / "miniswe")]
+    result, report = bench(tmp_path, "--model", tiny, "--only", "pools", "--share", "0.5", *traces)
+    assert result.exit_code == 0, result.output
+    assert [row["side"] for row in report["pools"]] == ["LRU, computed again", "tiers"]

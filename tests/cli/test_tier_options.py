@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from cli import engine
-from cli.engine import MemorySize
+from cli.sizes import MemorySize
 
 
 def refused(*options):

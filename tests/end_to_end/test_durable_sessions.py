@@ -106,6 +106,7 @@ def kill_everything(served):
     served.process.wait(20)
 
 
+@pytest.mark.timeout(900)
 def test_sessions_go_on_after_stops_and_kills_of_everything(stack, undisturbed, tmp_path):
     disk = (
         "--disk-kv-dir",
@@ -120,11 +121,14 @@ def test_sessions_go_on_after_stops_and_kills_of_everything(stack, undisturbed, 
     greedy, wild = Session("greedy"), Session("wild")
 
     def goes_on(served, session, from_disk):
-        before = tier(served, "disk").hit_tokens_total
         cached = session.turn(served)
         assert session.turns[-1] == undisturbed[session.name][len(session.turns) - 1]
         assert cached > 250
-        assert tier(served, "disk").hit_tokens_total - before == (cached if from_disk else 0)
+        # What it says of its tiers may be a second old.
+        deadline = time.monotonic() + 20
+        while tier(served, "disk").hit_tokens_total != (cached if from_disk else 0):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
     with stack(*disk) as served:
         greedy.turn(served)

@@ -105,10 +105,10 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_bad_schema_is_refused_at_once_by_tool_and_pointer(name):
     schema, pointer, words = REFUSED[name]
-    begun = time.perf_counter()
+    begun = time.thread_time()
     with pytest.raises(GrammarRefused) as refused:
         HermesFormat().structural_tag([Tool("fine"), Tool("bad_tool", parameters=schema)])
-    assert time.perf_counter() - begun < 1.0
+    assert time.thread_time() - begun < 1.0
     error = refused.value
     assert error.tool == "bad_tool"
     assert error.pointer.startswith(pointer)
@@ -222,14 +222,14 @@ def test_long_chains_of_references_are_followed_in_time():
     links = {
         f"d{i}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/d{i + 1}"}}, "required": ["x"]} for i in range(CHAIN)
     }
-    begun = time.perf_counter()
+    begun = time.thread_time()
     prepared = prepare_parameters("t", {"$ref": "#/$defs/d0", "$defs": {**links, f"d{CHAIN}": {"type": "object"}}})
     assert len(prepared["$defs"]) == CHAIN + 1
     plain = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(CHAIN)}
     uses = {f"p{i}": {"$ref": f"#/$defs/d{i}"} for i in range(900)}
     prepared = prepare_parameters("t", {"properties": uses, "$defs": {**plain, f"d{CHAIN}": {"type": "null"}}})
     assert prepared["$defs"] == {"d0": {"type": "null"}}
-    assert time.perf_counter() - begun < 2.0
+    assert time.thread_time() - begun < 2.0
 
 
 @pytest.mark.parametrize(

@@ -201,18 +201,6 @@ def test_a_medium_that_fails_to_read_says_so_and_loses_nothing(disk: MakeDisk) -
     assert loaded(store, 1)
 
 
-def test_a_directory_that_was_removed_takes_the_tier_along_not_the_replica(
-    disk: MakeDisk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = disk()
-    store.store([outgoing(1, BLOCK)])
-    shutil.rmtree(store.place)
-    assert loaded(store, 1)  # the file is open still
-    store._checked -= 60
-    with pytest.raises(TierUnavailable, match="was removed"):
-        store.store([outgoing(2, BLOCK)])
-
-
 def test_a_directory_that_cannot_be_used_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no directory")
     with pytest.raises(TierUnavailable, match="cannot be used: Not a directory"):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from offload import slot_layout as layout
 from offload.errors import TierCorrupt, TierUnavailable
+from offload.shared_locks import ByteLocks
 from offload.slot_layout import FREE, READY, WRITING
 from offload.slot_table import SlotTable
 from offload.table_file import remove_abandoned
@@ -271,3 +272,24 @@ def test_tables_that_killed_processes_left_are_removed_and_those_in_use_are_not(
     assert remove_abandoned(tmp_path, "kv-", 3600.0) == [tmp_path / "kv-left"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kv-fresh", "kv-used", "other"]
     assert put(used, [1]) == 1
+
+
+def test_locks_of_others_are_counted_one_by_one(tmp_path):
+    path = tmp_path / "locks"
+    path.touch()
+    numbers = [10, 11, 12, 30, 31, 99, 500]
+    descriptors = [os.open(path, os.O_RDWR) for _ in (*numbers, None)]
+    try:
+        *holders, watcher = [ByteLocks(descriptor) for descriptor in descriptors]
+        for holder, number in zip(holders, reversed(numbers), strict=True):
+            assert holder.try_lock(number)
+        assert holders[0].try_lock(31) is False
+        assert watcher.count_held_elsewhere(10, 491) == 7
+        assert watcher.count_held_elsewhere(11, 20) == 3
+        assert watcher.count_held_elsewhere(13, 17) == 0
+        assert holders[0].count_held_elsewhere(0, 1000) == 6, "its own is none of others"
+        assert holders[1].try_lock(100)
+        assert watcher.count_held_elsewhere(99, 2) == 2, "neighbours of one holder are two"
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, Policy
 from engine.engine import Engine
 from engine.forward_choice import choose_forward, row_chooser
 from engine.kv_layout import KVLayout
@@ -28,12 +28,17 @@ class Engines:
         self._forward = choose_forward(config, self._model.decoder, cache_dir / "kernels")
 
     def make(
-        self, num_blocks: int, max_model_len: int, offload: OffloadConfig | None = None, eviction: EvictionPolicy | None = None
+        self,
+        num_blocks: int,
+        max_model_len: int,
+        offload: OffloadConfig | None = None,
+        eviction: EvictionPolicy | None = None,
+        policy: Policy | None = None,
     ) -> Engine:
-        """An engine, warmed up."""
+        """An engine, warmed up. policy: None for that of the configuration."""
         model, forward = self._model, self._forward
         engine = Engine(
-            replace(self._config, num_blocks=num_blocks),
+            replace(self._config, num_blocks=num_blocks, policy=policy or self._config.policy),
             model,
             num_blocks=num_blocks,
             max_model_len=max_model_len,

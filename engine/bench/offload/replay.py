@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from engine.bench.offload.budget import OutOfTimeError
 from engine.bench.offload.workload import Session
 from engine.engine import Engine
 from engine.output import Addressed
@@ -24,7 +25,7 @@ _HALF, _NINE_OF_TEN = 0.69, 2.3  # of an exponential distribution's mean
 @dataclass(slots=True)
 class Outcome:
     """What came of a replay. Seconds; `computing`: in forward passes; `completions`: of each session from its first turn to its
-    last, gaps included."""
+    last, gaps included. `held`: turns that waited at the door; `pauses`: of sessions."""
 
     seconds: float = 0.0
     computing: float = 0.0
@@ -33,6 +34,8 @@ class Outcome:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    held: int = 0
+    pauses: int = 0
 
     def took(self, done: Done) -> None:
         """Adds a turn."""
@@ -63,10 +66,20 @@ class Outcome:
         return (self.prompt_tokens + self.generated_tokens) / self.seconds if self.seconds else 0.0
 
 
-def replay(engines: Sequence[Engine], sessions: Sequence[Session], gap: float, *, hints: bool, move: bool = False) -> Outcome:
+def replay(
+    engines: Sequence[Engine],
+    sessions: Sequence[Session],
+    gap: float,
+    *,
+    hints: bool,
+    move: bool = False,
+    timeout: float | None = None,
+    on_turn: Callable[[int], None] = lambda done: None,
+) -> Outcome:
     """Replays sessions on engines, closing those. `gap`: what the mean gap is known to be. `hints`: engines are told of
-    sessions and when they are expected back. `move`: a session's turns take turns with the engines, else it stays with one."""
-    return asyncio.run(_replay(engines, sessions, gap, hints, move))
+    sessions and when they are expected back. `move`: a session's turns take turns with the engines, else it stays with one.
+    `on_turn` is called with how many turns have ended. Raises OutOfTimeError after `timeout` seconds."""
+    return asyncio.run(_replay(engines, sessions, gap, hints, move, timeout, on_turn))
 
 
 class _TakingTurns:
@@ -83,14 +96,34 @@ class _TakingTurns:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
+    # Said outright, since a protocol is not looked for behind __getattr__ everywhere.
 
-async def _replay(engines: Sequence[Engine], sessions: Sequence[Session], gap: float, hints: bool, move: bool) -> Outcome:
+    def on_news(self, callback: Callable[[], None]) -> None:
+        self._engine.on_news(callback)
+
+    def wakes_in(self) -> float | None:
+        return self._engine.wakes_in()
+
+    def drain(self) -> None:
+        self._engine.drain()
+
+
+async def _replay(
+    engines: Sequence[Engine],
+    sessions: Sequence[Session],
+    gap: float,
+    hints: bool,
+    move: bool,
+    timeout: float | None,
+    on_turn: Callable[[int], None],
+) -> Outcome:
     outcome = Outcome()
     lock = threading.Lock()
     threads = [EngineThread(_TakingTurns(engine, lock)) for engine in engines]
     for thread in threads:
         await thread.start()
     began = time.perf_counter()
+    done = 0
     try:
 
         async def run(number: int, session: Session) -> None:
@@ -101,12 +134,23 @@ async def _replay(engines: Sequence[Engine], sessions: Sequence[Session], gap: f
                 thread = threads[(number + (turn if move else 0)) % len(threads)]
                 request = request_of(session, turn, hints=hints)
                 await _turn(thread, request, outcome, later=turn > 0)
+                nonlocal done
+                done += 1
+                on_turn(done)
                 if hints:
                     thread.retain([hint(session.name, request.request_id, gap, is_last=turn == len(session.prompts) - 1)])
             outcome.completions.append(time.perf_counter() - (first or 0.0))
 
-        await asyncio.gather(*(run(number, session) for number, session in enumerate(sessions)))
+        try:
+            async with asyncio.timeout(timeout):
+                await asyncio.gather(*(run(number, session) for number, session in enumerate(sessions)))
+        except TimeoutError:
+            raise OutOfTimeError(f"the budget was spent after {done} turns of a replay") from None
         outcome.seconds = time.perf_counter() - began
+        for thread in threads:
+            stats = thread.stats()
+            outcome.held += stats.held_total
+            outcome.pauses += stats.pauses_total
     finally:
         for thread in threads:
             await thread.close()

@@ -149,6 +149,7 @@ def replay_virtually(
             else:
                 heapq.heappush(coming, (clock.now + session.gaps[turn + 1], number, turn + 1))
     outcome.seconds, outcome.computing = clock.now, forward.seconds
+    outcome.held, outcome.pauses = engine.stats().held_total, engine.stats().pauses_total
     return outcome, engine
 
 

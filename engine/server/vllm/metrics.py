@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from engine.server.stream import RequestStream
 from engine.thread import EngineThread
-from gateway.workers.protocol import Chunk, Done, Failed, Started, Tokens
+from gateway.workers.protocol import Chunk, Done, DrafterStats, Failed, Started, Tokens, WorkerStats
 
 # The buckets that vLLM has.
 _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
@@ -97,6 +97,7 @@ class _StatsCollector(Collector):
             counter = CounterMetricFamily(f"vllm:{name}", text, labels=_LABELS)
             counter.add_metric((info.model, "0"), total)
             yield counter
+        yield from speculation_families(stats, (info.model, "0"))
         config = {
             "engine": "0",
             "block_size": str(info.block_size),
@@ -104,3 +105,24 @@ class _StatsCollector(Collector):
             "enable_prefix_caching": "True",
         }
         yield InfoMetricFamily("vllm:cache_config", "KV cache.", value=config)
+
+
+def speculation_families(stats: WorkerStats, labels: tuple[str, str]) -> Iterable[CounterMetricFamily]:
+    """Of what a replica has guessed since its start; `labels`: model and engine."""
+    drafts = stats.drafts or DrafterStats(name="all")
+    for name, text, total in (
+        ("drafts", "Verified guesses.", drafts.drafts_total),
+        ("draft_tokens", "Guessed tokens.", drafts.drafted_tokens_total),
+        ("accepted_tokens", "Guessed tokens that came true.", drafts.accepted_tokens_total),
+    ):
+        counter = CounterMetricFamily(f"vllm:spec_decode_num_{name}", text, labels=_LABELS)
+        counter.add_metric(labels, total)
+        yield counter
+    positions = CounterMetricFamily(
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "Guessed tokens that came true, by place.",
+        labels=(*_LABELS, "position"),
+    )
+    for position, count in enumerate(drafts.accepted_per_position_total):
+        positions.add_metric((*labels, str(position)), count)
+    yield positions

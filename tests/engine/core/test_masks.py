@@ -15,7 +15,7 @@ from engine.forward import LayeredForward
 from engine.kernels.reference import ReferenceAttention
 from engine.masks import StepMasks
 from engine.models.registry import load_model
-from engine.speculation.speculator import Draft
+from engine.speculation.drafts import Draft
 from grammar.compiler import GrammarCompiler, allocate_bitmask, only_tokens
 
 EOS = 2
@@ -177,13 +177,7 @@ def test_guesses_are_masked_while_the_pass_runs(compiler, model):
                 seen.append(len(rows))
             return super().run(batch, kv, rows)
 
-    class Jumps:
-        name = "none"
-
-        def draft(self, sequence, after, limit):
-            return ()
-
-    engine = make_engine(model, grammars=compiler, forward=Waiting(model.decoder, ReferenceAttention()), drafter=Jumps())
+    engine = make_engine(model, grammars=compiler, forward=Waiting(model.decoder, ReferenceAttention()), drafters=())
     driver = Driver(engine)
     driver.add("a", random_prompt(1, 9), grammar=SCHEMA, max_tokens=30, ignore_eos=False)
     driver.run()

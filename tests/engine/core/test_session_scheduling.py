@@ -15,6 +15,7 @@ from engine.models.registry import load_model
 from engine.session_door import DoorConfig
 from engine.thread import EngineThread
 from gateway.workers.protocol import RetentionHint
+from offload.config import OffloadConfig
 from prefix_cache.eviction import LRUPolicy
 
 
@@ -109,6 +110,26 @@ def test_the_cheapest_session_pauses_and_goes_on_when_there_is_room(model):
     assert driver.engine.stats().pauses_total == 1
 
 
+@pytest.mark.parametrize("crowded", [False, True])
+def test_turns_of_sessions_that_began_earlier_go_first_while_somebody_waits(model, crowded):
+    driver = make(model, low=0.8, max_num_seqs=1, num_blocks=64)
+    for name in "ab":
+        add(driver, f"{name}1", name, random_prompt(ord(name), 32))
+        drive(driver)
+    if crowded:
+        add(driver, "c1", "c", random_prompt(3, 200))
+        driver.step()
+        assert figures(driver)[0] == 1
+    add(driver, "free", None, random_prompt(9, 8), max_tokens=6)
+    driver.step()
+    for name in "ba":
+        add(driver, f"{name}2", name, random_prompt(ord(name), 40))
+    ended = []
+    while driver.engine.has_work():
+        ended += [name for name, chunk in driver.step() if type(chunk).__name__ == "Done"]
+    assert ended == (["free", "a2", "b2"] if crowded else ["free", "b2", "a2"])
+
+
 def test_a_turn_in_the_queue_goes_back_to_the_door_and_comes_again(model):
     driver = make(model, low=1.0, max_num_seqs=1)
     prompts = {name: random_prompt(ord(name), 110) for name in "abc"}
@@ -192,6 +213,39 @@ async def test_sessions_that_never_come_back_make_room_without_anybody_doing_any
             assert await turn("c", 48) is not None
     finally:
         await thread.close()
+
+
+def test_replicas_that_share_a_tier_have_their_share_of_its_room(model, tmp_path):
+    def tiered(**settings):
+        offload = OffloadConfig(host_bytes=4 << 20, shared_memory=tmp_path, **settings)
+        return make_engine(model, num_blocks=16, policy="sessions", offload=offload, clock=clock)
+
+    clock = VirtualClock()
+    first = tiered()
+    whole = first._capacity()
+    assert whole > 500
+    others = [tiered(), tiered()]
+    clock.now += 2.0
+    assert [engine._capacity() for engine in (first, *others)] == [whole // 3] * 3
+    for engine in others:
+        engine.close()
+    clock.now += 2.0
+    assert first._capacity() == whole
+    first._tiers._stack.tiers[0]._until = float("inf")
+    assert first._capacity() == 16, "a tier that is out of use holds nothing"
+    first.close()
+
+
+def test_more_sessions_than_the_device_holds_go_in_where_the_tier_holds_them(model, tmp_path):
+    offload = OffloadConfig(host_bytes=4 << 20, shared_memory=tmp_path, load="always")
+    driver = make(model, num_blocks=32, offload=offload)
+    for name in "abcdef":
+        add(driver, name, name, random_prompt(ord(name), 100))
+        while driver.engine.has_work() or driver.engine.stats().loading:
+            driver.step()
+        assert driver.seen[name].done is not None
+    assert figures(driver) == (0, 6, 0)
+    driver.engine.close()
 
 
 def sessions_of(count, seed, gap=3.0):

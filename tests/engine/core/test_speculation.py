@@ -9,6 +9,7 @@ from hypothesis import given, settings
 
 from engine.models.registry import load_model
 from engine.sampling.state import SamplingState
+from engine.speculation.drafts import Drafter
 from engine.speculation.lengths import DraftLength
 from engine.speculation.ngrams import History, continuation
 from gateway.workers.protocol import SamplingParams
@@ -22,17 +23,23 @@ def model(tiny_checkpoint):
     return load_model(tiny_checkpoint("llama", num_hidden_layers=2), dtype=torch.float64)
 
 
-class Oracle:
+class Oracle(Drafter):
     """Knows what will be generated, and is wrong about every `wrong`-th position (0: never)."""
+
+    name = "oracle"
 
     def __init__(self, outputs, wrong=0):
         self.outputs, self.wrong = outputs, wrong
 
-    def draft(self, sequence, after, limit):
+    def draft(self, asks, running):
+        return [self.guess(ask) for ask in asks]
+
+    def guess(self, ask):
+        sequence = ask.sequence
         known = self.outputs.get((tuple(sequence.request.prompt.tolist()), sequence.index), [])
-        start = len(sequence.output) + len(after)
+        start = len(sequence.output) + len(ask.after)
         guess = []
-        for at, token in enumerate(known[start : start + limit], start):
+        for at, token in enumerate(known[start : start + ask.limit], start):
             guess.append((token + 1) % 320 if self.wrong and at % self.wrong == 0 else token)
         return guess
 
@@ -139,7 +146,7 @@ def test_whatever_is_guessed_everybody_gets_the_same_tokens(model, mix, wrong, d
         max_num_batched_tokens=budget,
         max_draft_tokens=draft,
         max_draft_batch=batch,
-        drafter=Oracle(outputs, wrong),
+        drafters=[Oracle(outputs, wrong)],
     )
     driver = Driver(engine)
     for number, (seed, length, ask) in enumerate(mix):
@@ -161,7 +168,7 @@ def test_whatever_is_guessed_everybody_gets_the_same_tokens(model, mix, wrong, d
 def test_guesses_that_come_true_save_passes_and_leave_whole_blocks_behind(model):
     prompt = random_prompt(1, 30)
     (expected,) = generate(make_engine(model, max_draft_tokens=0), prompt, max_tokens=60)
-    engine = make_engine(model, max_draft_tokens=8, drafter=Oracle({(tuple(prompt), 0): expected}))
+    engine = make_engine(model, max_draft_tokens=8, drafters=[Oracle({(tuple(prompt), 0): expected})])
     assert generate(engine, prompt, max_tokens=60) == [expected]
     stats = engine.stats()
     # The first token comes from the prompt's pass; the guesses grow from four to eight.
@@ -177,7 +184,7 @@ def test_a_batch_that_is_too_large_guesses_nothing(model):
     prompts = [random_prompt(seed, 12) for seed in range(3)]
     known = {(tuple(p), 0): generate(make_engine(model, max_draft_tokens=0), p, max_tokens=30)[0] for p in prompts}
     for batch, guesses in ((2, False), (3, True)):
-        driver = Driver(make_engine(model, max_draft_batch=batch, drafter=Oracle(known)))
+        driver = Driver(make_engine(model, max_draft_batch=batch, drafters=[Oracle(known)]))
         for number, prompt in enumerate(prompts):
             driver.add(str(number), prompt, max_tokens=30)
         seen = driver.run()

@@ -4,6 +4,7 @@ The reference is transformers in float32, as in test_exactness; through the tier
 """
 
 import random
+import re
 import threading
 import time
 from pathlib import Path
@@ -67,6 +68,12 @@ def run(driver: Driver):
     return driver.seen
 
 
+def patient(engine):
+    """Loads are not called off, however long this machine lets them wait: what is asked is where blocks are found."""
+    engine._tiers._is_too_slow = lambda load: False
+    return engine
+
+
 def in_turn(driver: Driver, case, name: str) -> int:
     """Every prompt, one after the other; returns how many tokens were not computed."""
     for index, (prompt, expected) in enumerate(zip(case.prompts, case.expected, strict=True)):
@@ -91,20 +98,20 @@ def in_turn(driver: Driver, case, name: str) -> int:
     ids=["host", "disk", "both", "compressed"],
 )
 def test_tokens_are_exact_through_every_tier_again_and_by_a_sibling_and_after_a_restart(case, tiered, tiers):
-    first = tiered(case.model, **tiers)
+    first = patient(tiered(case.model, **tiers))
     driver = Driver(first)
     cold = in_turn(driver, case, "cold")
     warm = in_turn(driver, case, "warm")
     whole_blocks = sum((len(prompt) - 1) // 4 * 4 for prompt in case.prompts)
     assert cold < warm == whole_blocks
-    sibling = Driver(tiered(case.model, **tiers))
+    sibling = Driver(patient(tiered(case.model, **tiers)))
     assert in_turn(sibling, case, "moved") == whole_blocks
     names = {name for name, blocks in sibling.engine._tiers.loaded_blocks.items() if blocks}
     assert names == {HOST if tiers.get("host") else DISK}
     sibling.engine.close()
     first.close()
     if tiers.get("disk"):
-        restarted = Driver(tiered(case.model, **tiers))
+        restarted = Driver(patient(tiered(case.model, **tiers)))
         assert in_turn(restarted, case, "later") == whole_blocks
         assert restarted.engine._tiers.loaded_blocks[DISK] > 0
 
@@ -146,13 +153,27 @@ def test_another_model_of_the_same_name_finds_nothing(tiny_checkpoint, tiered):
         driver.engine.close()
 
 
+def test_another_model_of_the_same_name_finds_nothing_in_redis(tiny_checkpoint, tmp_path):
+    one, other = (load_model(tiny_checkpoint("llama", seed=seed), dtype=torch.float32) for seed in (0, 1))
+    prompt = random_prompt(1, 40)
+    with redis_server() as server:
+        config = OffloadConfig(remote=server.url, remote_bytes=64 * MIB, load="always", shared_memory=tmp_path)
+        for model, expected in ((one, 0), (one, 36), (other, 0), (other, 36)):
+            driver = Driver(patient(make_engine(model, offload=config)))
+            driver.engine._tiers._stack.tiers[0].inner.refresh()
+            driver.add("r", prompt, max_tokens=2)
+            assert run(driver)["r"].started.cached_tokens == expected
+            assert driver.engine.wait_for_tiers(60)
+            driver.engine.close()
+
+
 def test_tokens_are_exact_through_redis_on_another_machine(case, tmp_path):
     with redis_server() as server:
         drivers = []
         for name in ("here", "there"):
             (tmp_path / name).mkdir()
             config = OffloadConfig(remote=server.url, remote_bytes=64 * MIB, load="always", shared_memory=tmp_path / name)
-            drivers.append(Driver(make_engine(case.model, num_blocks=SMALL_POOL, offload=config)))
+            drivers.append(Driver(patient(make_engine(case.model, num_blocks=SMALL_POOL, offload=config))))
         here, there = drivers
         there.engine._tiers._is_too_slow = lambda load: False
         try:
@@ -245,7 +266,7 @@ def test_a_directory_that_cannot_be_used_costs_the_tier_and_is_said(case, tmp_pa
     driver = Driver(make_engine(case.model, offload=config))
     driver.add("r", case.prompts[4], max_tokens=GENERATED)
     assert run(driver)["r"].tokens[0] == case.expected[4]
-    assert "no disk tier: " in caplog.text
+    assert "no disk tier for now: " in caplog.text
     assert "cannot be used: Not a directory." in caplog.text
     driver.engine.close()
 
@@ -266,7 +287,9 @@ def test_a_tier_that_fails_is_left_alone_and_serving_goes_on(case, tiered, faili
     in_turn(driver, case, "failing")
     assert tier.errors > 0
     assert not tier.is_available
-    assert "the disk tier is left alone for 1 s: [Errno 5] Input/output error" in caplog.text
+    assert re.search(
+        r"(reading from|writing to) the disk tier is left alone for 1 s: \[Errno 5\] Input/output error", caplog.text
+    )
 
 
 def test_the_world_is_told_what_the_tiers_hold(case, tiered):

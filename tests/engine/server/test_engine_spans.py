@@ -59,6 +59,11 @@ async def test_a_request_has_queue_prefill_and_decode_below_the_caller(load, col
     assert root.attributes["gen_ai.usage.output_tokens"] == 40
     assert root.attributes["gen_ai.response.finish_reasons"] == ["length"]
     assert root.attributes["turnkeep.request_id"] == "second"
+    names = ("decode_passes", "drafted_tokens", "accepted_tokens", "forced_tokens")
+    passes, drafted, accepted, forced = (root.attributes[f"turnkeep.{name}"] for name in names)
+    assert accepted <= drafted
+    # The first token comes from the prompt's pass; a simulated engine counts no passes.
+    assert passes + accepted + forced in (0, 39)
     below = {span.name: span for span in spans if span.parent == root.id}
     assert sorted(below) == ["decode", "prefill", "queue"]
     assert {span.trace for span in below.values()} == {TRACE}

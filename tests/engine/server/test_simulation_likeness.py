@@ -7,7 +7,7 @@ import click
 import pytest
 from tokenizers import Tokenizer
 
-from cli.engine import MemorySize
+from cli.sizes import MemorySize
 from engine.checkpoints import CheckpointError
 from engine.simulate import SimulatedEngine
 from engine.simulation.clock import VirtualClock

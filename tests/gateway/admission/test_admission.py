@@ -1,5 +1,6 @@
 import asyncio
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import msgspec
@@ -255,6 +256,30 @@ def test_room_counts_what_others_use():
     assert room_of("w", INFO, busy, 30, 3, ahead=0.0).blocks == 30
     opaque = msgspec.structs.replace(INFO, num_blocks=0, max_concurrency=0)
     assert room_of("w", opaque, None, 10**6, 1000, ahead=0).takes(10**9)
+
+
+def test_turns_of_sessions_in_progress_pass_those_that_are_held_at_a_worker():
+    held = stats(free_blocks=100, cached_blocks=0, held=3, held_blocks=70)
+    room = room_of("w", INFO, held, 100, 4, ahead=0.0)
+    assert (room.blocks, room.slots) == (0, 0)
+    assert not room.takes(60)
+    assert room.takes(70, continuing=True)
+    assert not room.takes(71, continuing=True)
+    assert choose([room], [60]) is None
+    assert choose([room], [60], continuing=True) == [(room, 60)]
+    assert not room.takes(20, continuing=True), "what is granted is booked"
+    # Others' requests are held there as well: nobody has more room for that.
+    assert room_of("w", INFO, held, 20, 1, ahead=0.0).held_blocks == 20
+
+
+async def test_a_turn_of_a_session_in_progress_goes_where_new_ones_wait():
+    room = room_of("w", INFO, stats(free_blocks=100, cached_blocks=0, held=2, held_blocks=60), 100, 3, ahead=0.0)
+    admission = Admission(AdmissionConfig(), lambda _: [replace(room)])
+    (birth,) = await waiting(admission, ask(need=50))
+    assert not birth.done()
+    await admission.admit(ask(need=50, continuing=True, tenant="b"))
+    assert not birth.done()
+    birth.cancel()
 
 
 def test_several_prompts_go_together_or_not_at_all():

@@ -227,6 +227,20 @@ def test_hysteresis_keeps_a_session_home_when_its_kv_is_gone():
     assert cluster.route(prompt, "s").receipt.worker != home
 
 
+def test_a_turn_does_not_leave_its_worker_for_those_that_wait_there_for_it():
+    cluster = Cluster("ab", opportunity=0)
+    prompt = tokens(400, 1)
+    home = cluster.run(prompt, "s").worker
+    cluster.busy(home, queued=5000, requests=6)
+    assert cluster.route(prompt, "s").receipt.worker != home
+    cluster = Cluster("ab", opportunity=0)
+    assert cluster.run(prompt, "s").worker == home
+    cluster.busy(home, queued=5000, requests=6)
+    cluster.loads[home] = replace(cluster.loads[home], held_tokens=5000)
+    assert cluster.route(prompt, "s").receipt.worker == home
+    assert cluster.route(tokens(400, 2), "new").receipt.worker != home
+
+
 def test_beyond_max_concurrency_a_turn_waits_for_others_to_end():
     cluster = Cluster("a")
     cluster.run(tokens(100, 0))

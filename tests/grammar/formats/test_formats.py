@@ -243,7 +243,7 @@ VALUES = st.fixed_dictionaries(
     {"city": STRINGS, "days": st.integers(1, 99)},
     optional={
         "on": st.booleans(),
-        "tags": st.lists(st.sampled_from(["a", "b", None]), max_size=3),
+        "tags": st.lists(st.sampled_from(["a", "b", None, '</arg_value>"', "\\</parameter>\n"]), max_size=3),
         "unit": st.sampled_from(["c", "f"]),
         "where": st.fixed_dictionaries({"x": st.integers()}),
     },

@@ -122,3 +122,29 @@ def test_gaps_of_recorded_coding_agents():
     shares = (0.25, 0.5, 0.9, 0.99)
     for share, seconds in zip(shares, histogram.quantiles(shares), strict=True):
         assert seconds == pytest.approx(exact(gaps, share), rel=RELATIVE_ERROR * 1.001)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(durations, st.floats(0, 1e6)), max_size=30).map(lambda values: sorted(values, key=lambda item: item[1])),
+    st.lists(st.floats(0, 1), min_size=1, max_size=4).map(sorted),
+)
+def test_quantiles_are_those_of_adding_up_bucket_by_bucket(values, shares):
+    histogram = DecayedHistogram(HOUR, 0.0)
+    for seconds, at in values:
+        histogram.add(seconds, at)
+    weights = dict(histogram.buckets(1e6))
+    expected = []
+    for share in shares:
+        below, found = 0.0, None
+        for bucket in sorted(weights):
+            below += weights[bucket]
+            found = bucket
+            if below >= share * math.fsum(weights.values()) * (1 - 1e-12):
+                break
+        expected.append(found)
+    found = histogram.quantiles(shares)
+    assert (found is None) == (not values)
+    if values:
+        for bucket, seconds in zip(expected, found, strict=True):
+            assert bucket_seconds(bucket - 1) < seconds <= bucket_seconds(bucket + 1)

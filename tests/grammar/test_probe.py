@@ -1,0 +1,117 @@
+"""Compiling in a process that can be killed: what never ends, what dies, and what is left running (nothing)."""
+
+import os
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hermes_walking import HERMES, LOGITS, STOPS, closed, source_for
+
+from grammar.compiler import GrammarCompiler
+from grammar.limits import GrammarLimits
+from grammar.tools import GrammarRefused, Tool, ToolChoice
+
+RUNAWAY = closed(a={"type": "string", "pattern": "^([a-z0-9]{0,30}-){0,30}$"})
+"""Takes XGrammar far longer than the deadline below."""
+
+
+def children_of(pid):
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False)
+    return [int(line) for line in listed.stdout.split()]
+
+
+def test_a_runaway_compile_is_killed_and_refused(tokenizer_json):
+    limits = GrammarLimits(probe_deadline_seconds=0.5, probe_processor_seconds=60.0, cheap_milliseconds=200.0)
+    compiler = GrammarCompiler(tokenizer_json, LOGITS, STOPS, limits)
+    try:
+        source = HERMES.structural_tag([Tool("slow", parameters=RUNAWAY)], ToolChoice("required"))
+        with pytest.raises(GrammarRefused, match=r"takes more than 0\.5 seconds to compile; send fewer or simpler tools\.$"):
+            compiler.compile(source)
+        helper = compiler._prober._helper._process
+        assert children_of(helper.pid) == []
+        begun = time.monotonic()
+        with pytest.raises(GrammarRefused, match=r"0\.5 seconds"):
+            compiler.compile(source)  # remembered
+        assert time.monotonic() - begun < 0.4
+        # What needs a trial and passes it is compiled.
+        middling = HERMES.structural_tag(
+            [Tool("middling", parameters=closed(a={"type": "string", "pattern": "^[a-z]{0,20}$"}))]
+        )
+        assert compiler.compile(middling).memory_bytes > 0
+    finally:
+        compiler.close()
+    assert helper.poll() is not None
+    compiler.close()
+
+
+def test_what_computes_too_long_is_killed_however_busy_the_machine_is(tokenizer_json):
+    limits = GrammarLimits(probe_deadline_seconds=600.0, probe_processor_seconds=0.25, cheap_milliseconds=0.0)
+    compiler = GrammarCompiler(tokenizer_json, LOGITS, STOPS, limits)
+    try:
+        with pytest.raises(GrammarRefused, match=r"takes more than 0\.25 seconds to compile; send fewer or simpler tools\.$"):
+            compiler.compile(HERMES.structural_tag([Tool("slow", parameters=RUNAWAY)], ToolChoice("required")))
+        assert children_of(compiler._prober._helper._process.pid) == []
+        assert compiler.compile(source_for(0)).memory_bytes > 0
+    finally:
+        compiler.close()
+
+
+def test_a_probe_that_dies_is_no_answer_and_is_started_again(tokenizer_json):
+    limits = GrammarLimits(probe_deadline_seconds=30.0, probe_processor_seconds=30.0, cheap_milliseconds=0.0)
+    compiler = GrammarCompiler(tokenizer_json, LOGITS, STOPS, limits)
+    try:
+        compiler.compile(source_for(0))
+        helper = compiler._prober._helper._process
+        outcome = []
+
+        def ask():
+            try:
+                compiler.compile(HERMES.structural_tag([Tool("slow", parameters=RUNAWAY)]))
+            except GrammarRefused as refused:
+                outcome.append(refused.message)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        deadline = time.monotonic() + 20
+        while not (running := children_of(helper.pid)) and time.monotonic() < deadline:
+            thread.join(0.05)
+        helper.kill()
+        thread.join(20)
+        for pid in running:  # orphaned by the kill, which close() would not have done
+            os.kill(pid, 9)
+        assert outcome == ["The grammar could not be tried: the process that tries grammars died; send the request again."]
+        assert len(compiler._known) == 1
+        assert compiler.compile(source_for(1)).memory_bytes > 0
+        assert compiler._prober._helper._process.pid != helper.pid
+    finally:
+        compiler.close()
+    with pytest.raises(GrammarRefused, match="the engine is stopping"):
+        compiler.compile(source_for(2))
+
+
+def test_closing_ends_a_trial_that_runs(tokenizer_json):
+    limits = GrammarLimits(probe_deadline_seconds=60.0, probe_processor_seconds=60.0, cheap_milliseconds=0.0)
+    compiler = GrammarCompiler(tokenizer_json, LOGITS, STOPS, limits)
+    compiler.compile(source_for(0))
+    helper = compiler._prober._helper._process
+    refused = []
+
+    def ask():
+        try:
+            compiler.compile(HERMES.structural_tag([Tool("slow", parameters=RUNAWAY)]))
+        except GrammarRefused as error:
+            refused.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    deadline = time.monotonic() + 20
+    while not (running := children_of(helper.pid)) and time.monotonic() < deadline:
+        thread.join(0.05)
+    compiler.close()
+    thread.join(10)
+    assert len(refused) == 1
+    assert helper.poll() is not None
+    assert running
+    assert not any(Path(f"/proc/{pid}").exists() for pid in running)
