@@ -89,6 +89,7 @@ class PoolDispatcher:
     ) -> None:
         self._config = config
         self._admission = admission if admission is not None else AdmissionConfig()
+        self._limits = Limits(config.max_attempts, config.max_migrations, config.resume_wait)
         self._freed: Callable[[], None] = lambda: None
         self._roomy: dict[str, Member] = {}
         self._telemetry = telemetry
@@ -230,7 +231,7 @@ class PoolDispatcher:
             ),
             prompt.num_tokens,
             trace_headers,
-            Limits(self._config.max_attempts, self._config.max_migrations, self._config.resume_wait),
+            self._limits,
             Hooks(
                 place=place,
                 retried=self._retried,
