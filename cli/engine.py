@@ -99,9 +99,8 @@ logger = logging.getLogger(__name__)
 @click.option(
     "--scheduling",
     type=click.Choice(["fcfs", "priority", "sessions"]),
-    default="fcfs",
-    show_default=True,
-    help="Who goes first: who came first; a lower priority; or turns of sessions that began earlier.",
+    default=None,
+    help="Who goes first: who came first; a lower priority; or sessions that fit, before others. [sessions; simulated: fcfs]",
 )
 @click.option("--no-prefix-caching", is_flag=True, help="Compute every prompt anew.")
 @server_options
@@ -195,7 +194,7 @@ def _real(options: dict[str, Any]) -> Load:
             num_blocks=options["num_blocks"],
             max_model_len=options["max_model_len"],
             prefix_caching=not options["no_prefix_caching"],
-            policy=options["scheduling"],
+            policy=options["scheduling"] or "sessions",
             threads=options["threads"],
             kernels=options["kernels"],
             draft=draft,

@@ -101,7 +101,7 @@ def simulated(options: Mapping[str, Any]) -> Callable[[], EngineCore[Any]]:
         costs |= {"sim_decode_sequence": "decode_sequence", "sim_decode_context": "decode_context_token"}
         config = replace(
             config,
-            scheduling=_scheduling(options["scheduling"]),
+            scheduling=_scheduling(options["scheduling"] or "fcfs"),
             block_size=options["block_size"],
             prefix_caching=not options["no_prefix_caching"],
             accept_grammars=options["sim_grammars"] == "ignore",
