@@ -27,6 +27,7 @@ from engine.kv_bytes import block_shape, device_blocks
 from engine.kv_cache import KVCache
 from engine.kv_layout import KVLayout
 from engine.masks import StepMasks
+from engine.memory import available_memory
 from engine.meter import Meter
 from engine.models.registry import LoadedModel
 from engine.offloading import Offloading
@@ -119,7 +120,7 @@ class Engine:
             shape = block_shape(layout)
             # What computed a block decides on its last bits, and blocks may outlive this process.
             computed_by = namespace_digest({"namespace": namespace.hex(), "forward": type(forward).__qualname__})
-            stack = open_tiers(offload, computed_by, shape, config.model_name or config.model.name)
+            stack = open_tiers(offload, computed_by, shape, config.model_name or config.model.name, available_memory)
             self._tiers = Offloading(stack, pool, device_blocks(kv), offload, shape, clock)
         self._prefill = PrefillCost() if self._tiers is None else self._tiers.prefill
         self._sessions = SessionBlocks(pool, self._tiers, clock=clock)

@@ -150,6 +150,20 @@ def test_another_model_of_the_same_name_finds_nothing(tiny_checkpoint, tiered):
         driver.engine.close()
 
 
+def test_another_model_of_the_same_name_finds_nothing_in_redis(tiny_checkpoint, tmp_path):
+    one, other = (load_model(tiny_checkpoint("llama", seed=seed), dtype=torch.float32) for seed in (0, 1))
+    prompt = random_prompt(1, 40)
+    with redis_server() as server:
+        config = OffloadConfig(remote=server.url, remote_bytes=64 * MIB, load="always", shared_memory=tmp_path)
+        for model, expected in ((one, 0), (one, 36), (other, 0), (other, 36)):
+            driver = Driver(patient(make_engine(model, offload=config)))
+            driver.engine._tiers._stack.tiers[0].inner.refresh()
+            driver.add("r", prompt, max_tokens=2)
+            assert run(driver)["r"].started.cached_tokens == expected
+            assert driver.engine.wait_for_tiers(60)
+            driver.engine.close()
+
+
 def test_tokens_are_exact_through_redis_on_another_machine(case, tmp_path):
     with redis_server() as server:
         drivers = []
