@@ -40,10 +40,10 @@ _BUNDLED = Path(__file__).parent.parent / "traces" / "bundled"
 )
 @click.option("--only", type=click.Choice(MEASURES), multiple=True, help="Measure this alone; repeatable.")
 @click.option("--sessions", type=click.IntRange(1, 1000), default=12, show_default=True, help="That fit.")
-@click.option("--turns", type=click.IntRange(2, 1000), default=6, show_default=True, help="Of each, at most.")
+@click.option("--turns", type=click.IntRange(2, 1000), default=10, show_default=True, help="Of each, at most.")
 @click.option("--output", type=click.IntRange(1, 1000), default=8, show_default=True, help="Tokens generated in each turn.")
 @click.option(
-    "--gap", type=click.FloatRange(0.01, 600), default=3.0, show_default=True, help="Mean time between turns, seconds."
+    "--gap", type=click.FloatRange(0.01, 600), default=2.0, show_default=True, help="Mean time between turns, seconds."
 )
 @click.option("--turn-tokens", type=click.IntRange(64), default=6000, show_default=True, help="Of the turn after a restart.")
 @click.option(
@@ -163,7 +163,7 @@ def lines_of(report: OffloadReport) -> Iterable[str]:
         yield _HEAD
         yield from map(_line, (*filter(None, (report.unlimited,)), *_ordered(report.pools)))
     if report.overload:
-        yield "twice as many as device and host tier hold together:"
+        yield "twice as many as the host tier holds:"
         yield _HEAD
         yield from map(_line, _ordered(report.overload))
     if report.shared_arena is not None and report.private_arenas is not None:
