@@ -62,6 +62,8 @@ class RunningTurn:
         self._after_check = after_check
         self._generations = tuple(generations)
         self._decoders = tuple(decoders)
+        self._choices = tuple([decoder.state for decoder in decoders])
+        self._alone = len(generations) == 1
         self._per_generation = len(decoders) // len(generations)
         self._cached = [0] * len(generations)
         self._completion = [0] * len(generations)
@@ -70,36 +72,42 @@ class RunningTurn:
         self._cached_known = [True] * len(generations)
         self._closing: asyncio.Future[None] | None = None
         self._complete = False
-        self._released: tuple[tuple[Receipt, ...], tuple[ChoiceState, ...], tuple[Migration, ...]] | None = None
+        self._released: tuple[tuple[Receipt, ...], tuple[Migration, ...]] | None = None
 
     @property
     def receipts(self) -> tuple[Receipt, ...]:
         """Where the prompts went, in order."""
         if self._released is not None:
             return self._released[0]
-        return tuple(generation.receipt for generation in self._generations)
+        return tuple([generation.receipt for generation in self._generations])
 
     @property
     def migrations(self) -> tuple[Migration, ...]:
         """How generations changed workers after they had started, prompt by prompt."""
         if self._released is not None:
-            return self._released[2]
+            return self._released[1]
         return tuple(migration for generation in self._generations for migration in generation.migrations)
 
     @property
     def workers(self) -> str:
         """The workers' names, each once."""
+        if self._alone:
+            return self.receipts[0].worker
         return ",".join(dict.fromkeys(receipt.worker for receipt in self.receipts))
 
     @property
     def instances(self) -> str:
         """The workers' instance ids, each once; "" where one is not known."""
+        if self._alone:
+            return self.receipts[0].instance
         ids = dict.fromkeys(receipt.instance for receipt in self.receipts)
         return ",".join(ids) if all(ids) else ""
 
     @property
     def usage(self) -> Usage:
         """As known now; exact once `events` has ended."""
+        if self._alone:
+            return Usage(self._prompt_tokens, self._cached[0], self._completion[0])
         return Usage(self._prompt_tokens, sum(self._cached), sum(self._completion))
 
     @property
@@ -115,18 +123,16 @@ class RunningTurn:
     @property
     def choices(self) -> tuple[ChoiceState, ...]:
         """What the choices have said so far."""
-        if self._released is not None:
-            return self._released[1]
-        return tuple(decoder.state for decoder in self._decoders)
+        return self._choices
 
     @property
     def reasoning_tokens(self) -> int:
         """Of the generated tokens, those that were reasoning."""
-        return sum(choice.reasoning_tokens for choice in self.choices)
+        return sum([choice.reasoning_tokens for choice in self._choices])
 
     def release(self) -> None:
         """After the end: keeps what was said, where, and at what cost; prompts, connections and parsers go."""
-        self._released = (self.receipts, self.choices, self.migrations)
+        self._released = (self.receipts, self.migrations)
         self._generations, self._decoders = (), ()
 
     async def started(self) -> None:
@@ -148,7 +154,7 @@ class RunningTurn:
 
     async def events(self) -> AsyncGenerator[TurnEvent, None]:
         """Deltas and ends of the choices, as they come. Raises TurnError when a worker fails."""
-        if len(self._generations) == 1:
+        if self._alone:
             async for chunk in self._generations[0].chunks():
                 if type(chunk) is Tokens:  # nearly all of them
                     self._completion[0] += len(chunk.token_ids)
@@ -165,7 +171,7 @@ class RunningTurn:
                     else:
                         for event in await self._last_words(position, chunk):
                             yield event
-        if any(decoder.state.finish_reason is None for decoder in self._decoders):
+        if any(choice.finish_reason is None for choice in self._choices):
             raise TurnError(502, "worker_error", "The worker's answer ended before the generation did. Try again.")
         self._complete = True
 
@@ -211,7 +217,7 @@ class RunningTurn:
         return self._decoders[position * self._per_generation + index]
 
     async def _merged(self) -> AsyncGenerator[tuple[int, Chunk], None]:
-        if len(self._generations) == 1:
+        if self._alone:
             async for chunk in self._generations[0].chunks():
                 yield 0, chunk
             return
