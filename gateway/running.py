@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from gateway.after_check import AfterCheck
 from gateway.choices import ChoiceDecoder, ChoiceState, TurnEvent
+from gateway.second_try import SecondTry
 from gateway.turn import Generation, Migration, Receipt, SessionRef, TurnError
 from gateway.workers.protocol import Chunk, Done, Finished, Tokens
 
@@ -52,19 +53,23 @@ class RunningTurn:
         *,
         warnings: Sequence[str] = (),
         after_check: AfterCheck | None = None,
+        second_try: SecondTry | None = None,
     ) -> None:
         """`decoders`: as many for each generation, in order. `usage`: with the prompts already counted. `session`: whose turn
         it is; for one that named none, the session it was recognised as. `ended` is told what was used when nothing of it runs
-        any more. `warnings`: what the caller has to know of the grammars; `after_check`: what is done because of them."""
+        any more. `warnings`: what the caller has to know of the grammars; `after_check`: what is done because of them;
+        `second_try`: and where that finds something wrong, for a turn whose answer nobody reads before it is whole."""
         self.session = session
         self.warnings = tuple(warnings)
         self._ended = ended
         self._after_check = after_check
+        self._second_try = second_try
         self._generations = tuple(generations)
-        self._decoders = tuple(decoders)
+        self._decoders = list(decoders)
         self._per_generation = len(decoders) // len(generations)
         self._cached = [0] * len(generations)
         self._completion = [0] * len(generations)
+        self._again = 0  # tokens of second tries
         self._prompt_tokens = usage.prompt_tokens
         self._seconds = [(0.0, 0.0)] * len(generations)
         self._cached_known = [True] * len(generations)
@@ -99,7 +104,7 @@ class RunningTurn:
     @property
     def usage(self) -> Usage:
         """As known now; exact once `events` has ended."""
-        return Usage(self._prompt_tokens, sum(self._cached), sum(self._completion))
+        return Usage(self._prompt_tokens, sum(self._cached), sum(self._completion) + self._again)
 
     @property
     def cached_known(self) -> bool:
@@ -126,7 +131,7 @@ class RunningTurn:
     def release(self) -> None:
         """After the end: keeps what was said, where, and at what cost; prompts, connections and parsers go."""
         self._released = (self.receipts, self.choices, self.migrations)
-        self._generations, self._decoders = (), ()
+        self._generations, self._decoders = (), []
 
     async def started(self) -> None:
         """Waits until every prompt has left its worker's queue; then `usage.cached_tokens` is known. Raises TurnError."""
@@ -161,8 +166,7 @@ class RunningTurn:
                         decoder = self._decoder(position, chunk.index)
                         delta, end = decoder.finish(chunk)
                         if self._after_check is not None:
-                            decoder.state.violations.extend(await self._after_check.of(decoder.state))
-                            end = replace(end, violations=tuple(decoder.state.violations))
+                            end = replace(end, violations=await self._checked(self._after_check, position, decoder))
                         yield delta
                         yield end
                     case Done():
@@ -172,6 +176,18 @@ class RunningTurn:
         unfinished = [choice.index for choice in self.choices if choice.finish_reason is None]
         if unfinished:
             raise TurnError(502, "worker_error", "The worker's answer ended before the generation did. Try again.")
+
+    async def _checked(self, check: AfterCheck, position: int, decoder: ChoiceDecoder) -> tuple[str, ...]:
+        """What a finished choice violates, or what replaces it did."""
+        found = await check.of(decoder.state)
+        if found.places and self._second_try is not None:
+            better, tokens = await self._second_try.of(position, decoder.state, found)
+            self._again += tokens
+            if better is not None:
+                self._decoders[self._decoders.index(decoder)] = better
+                return tuple(better.state.violations)
+        decoder.state.violations.extend(found.sentences)
+        return found.sentences
 
     async def aclose(self) -> None:
         """Ends the generations that still run, at once; idempotent. It comes to its end also when it is cancelled."""
