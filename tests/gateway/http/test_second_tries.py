@@ -8,6 +8,7 @@ from gateway_harness import run_gateway
 
 from gateway.config import HttpConfig
 from gateway.turn import TurnError
+from grammar.checking.checker import CheckLimits
 
 CODE = {"type": "string", "pattern": "^(?=.*x).+$"}
 SCHEMA = {
@@ -25,6 +26,7 @@ def call(arguments):
 @pytest.fixture
 async def gateway(tiny_model):
     async with run_gateway(tiny_model, second_tries=True) as made:
+        made.pipeline._checker._limits = CheckLimits(seconds=60.0)  # its process may take long to start on a busy machine
         yield made
 
 
@@ -125,6 +127,7 @@ async def test_streams_and_gateways_that_were_not_asked_only_warn(gateway, tiny_
     assert result(gateway) == {}
     assert HttpConfig().second_tries is False
     async with run_gateway(tiny_model) as plain:
+        plain.pipeline._checker._limits = CheckLimits(seconds=60.0)
         scripted(plain, call({"a": 1}))
         assert len((await plain.chat(tools=[TOOL]))["warnings"]) == 2
         assert len(plain.dispatcher.requests) == 1
