@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 from urllib.parse import urlsplit
 
 import click
@@ -60,3 +62,8 @@ class OTLPAddress(click.ParamType[str]):
         if parts.scheme not in ("http", "https") or not parts.hostname:
             self.fail(f"{text!r} is no URL of a collector; write one like http://127.0.0.1:4318.", param, ctx)
         return text
+
+
+def fields_given(options: Mapping[str, Any], **names: str) -> dict[str, Any]:
+    """Of the options that were given, by the names of fields that they fill."""
+    return {field: options[option] for field, option in names.items() if options[option] is not None}

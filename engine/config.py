@@ -63,9 +63,9 @@ class EngineConfig:
     that is less). max_num_seqs: choices that run at once. max_num_batched_tokens: tokens a step computes at most; a longer
     prefill is spread over several steps, beside which others go on decoding.
 
-    policy: fcfs; priority (lower first, ties by arrival); or sessions: turns of sessions that began earlier go first, though
-    none is overtaken by more than `overtakes` requests that came after it, and sessions that do not fit wait at the door
-    (engine.session_door) unless `door` is None. threads: that compute (None: as torch finds).
+    policy: fcfs; priority (lower first, ties by arrival); or sessions: those that do not fit wait at the door
+    (engine.session_door), and while any do, turns of sessions that began earlier go first, though no request is overtaken by
+    more than `overtakes` that came after it; without a `door` they always do. threads: that compute (None: as torch finds).
     kernels: auto is the fastest that the machine can build, reference is plain torch. graph_batch_sizes: on an NVIDIA GPU, the
     numbers of sequences for which a decode step is captured as a graph, ascending; those beyond `max_num_seqs` are left out,
     and none turns it off.
@@ -88,7 +88,7 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     prefix_caching: bool = True
-    policy: Policy = "fcfs"
+    policy: Policy = "sessions"
     overtakes: int = 64
     door: DoorConfig | None = field(default_factory=DoorConfig)
     threads: int | None = None

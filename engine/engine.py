@@ -27,6 +27,7 @@ from engine.kv_bytes import block_shape, device_blocks
 from engine.kv_cache import KVCache
 from engine.kv_layout import KVLayout
 from engine.masks import StepMasks
+from engine.memory import available_memory
 from engine.meter import Meter
 from engine.models.registry import LoadedModel
 from engine.offloading import Offloading
@@ -84,6 +85,7 @@ class Engine:
         eviction: EvictionPolicy | None = None,
         graph_capture: GraphCapture | None = None,
         offload: OffloadConfig | None = None,
+        tiers: Callable[[BlockPool], Offloading] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`num_blocks` and `max_model_len` are decided (engine.kv_memory); those of `config` are not looked at.
@@ -92,7 +94,8 @@ class Engine:
         not know. None: every step runs eagerly.
 
         drafters: who guesses tokens, one asked after the other (None: n-grams of the sequence alone). grammars and detokenizer
-        (an empty one) are None for a model without a tokenizer. offload: the tiers below the device.
+        (an empty one) are None for a model without a tokenizer. offload: the tiers below the device; tiers: what
+        makes them otherwise.
         Raises ValueError for a model whose KV cannot be paged (engine.kv_layout.KVLayout), and TierUnavailable for a codec that
         does not fit its KV.
         """
@@ -119,8 +122,10 @@ class Engine:
             shape = block_shape(layout)
             # What computed a block decides on its last bits, and blocks may outlive this process.
             computed_by = namespace_digest({"namespace": namespace.hex(), "forward": type(forward).__qualname__})
-            stack = open_tiers(offload, computed_by, shape, config.model_name or config.model.name)
-            self._tiers = Offloading(stack, pool, device_blocks(kv), offload, shape, clock)
+            stack = open_tiers(offload, computed_by, shape, config.model_name or config.model.name, available_memory)
+            self._tiers = Offloading.over(stack, pool, device_blocks(kv), offload, shape, clock)
+        elif tiers is not None:
+            self._tiers = tiers(pool)
         self._prefill = PrefillCost() if self._tiers is None else self._tiers.prefill
         self._sessions = SessionBlocks(pool, self._tiers, clock=clock)
         self._prefetching = self._sessions.prefetching

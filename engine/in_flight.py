@@ -59,12 +59,15 @@ class InFlight:
             )
         prepared.added_at = self._clock()
         prepared.arrival = self.arrivals
+        born = prepared.arrival
         if self._config.policy == "sessions":
-            prepared.seniority = self._sessions.seniority(prepared.session, prepared.arrival, self._config.overtakes)
+            born = self._sessions.seniority(prepared.session, prepared.arrival, self._config.overtakes)
+            # As long as all have room, who comes first goes first: the order of birth would only make the young ones wait.
+            prepared.seniority = born if self._ordering is None or self._ordering.is_crowded else prepared.arrival
         self.arrivals += 1
         self._requests[prepared.request_id] = prepared
         self._meter.totals.requests += 1
-        if self._ordering is not None and not self._ordering.arrives(prepared):
+        if self._ordering is not None and not self._ordering.arrives(prepared, born):
             return
         if not prepared.forked:
             self._scheduler.enqueue(prepared.sequences[0])

@@ -61,15 +61,21 @@ class SessionScheduling:
         held, tokens, blocks = len(self._held), self._held_tokens, self._held_blocks
         return DoorFigures(held, tokens, blocks, door.in_progress, door.paused, counts.held, counts.paused)
 
-    def arrives(self, request: Request) -> bool:
-        """True when it may go to the queue now. Those without a session, and those that another worker began, always may."""
+    @property
+    def is_crowded(self) -> bool:
+        """True while somebody waits at the door or pauses."""
+        return bool(self._held) or self._door.paused > 0
+
+    def arrives(self, request: Request, born: int) -> bool:
+        """True when it may go to the queue now. Those without a session, and those that another worker began, always may.
+        born: what its session goes by at the door, the lower the earlier."""
         if not request.session or request.forked:
             return True
         sequence = request.sequences[0]
         turn = Turn(
             request.request_id,
             request.session,
-            sequence.rank,
+            (request.priority, born, request.arrival, 0),
             sequence.digests,
             self._needs(request) - len(sequence.digests),
         )

@@ -43,6 +43,8 @@ class HttpConfig:
     `max_header_bytes`: of all headers of a request. `max_connections`: beyond them, those that are idle are closed, and where
     none is, new ones get a 503; 0: no limit. `tls_cert`, `tls_key`: PEM files for HTTPS, read again when they change.
     `second_tries`: a call of an answer that is not streamed is generated once more where it violates its schema.
+    `body_memo_bytes`: for what is remembered of conversations' bodies, so that the next turn's is parsed from where it goes
+    on; 0: nothing.
     `cors_origins`: of web pages that may call this gateway ("*": all); none by default.
     """
 
@@ -65,6 +67,7 @@ class HttpConfig:
     max_header_bytes: int = 64 * 1024
     max_connections: int = 10_000
     second_tries: bool = False
+    body_memo_bytes: int = 64 * MIB
     tls_cert: str | None = None
     tls_key: str | None = None
     cors_origins: tuple[str, ...] = ()
@@ -91,6 +94,8 @@ class HttpConfig:
                 raise ValueError(f"http.{name} must be positive, or 0 for no limit, not {getattr(self, name)}")
         if self.max_connections < 0:
             raise ValueError(f"http.max_connections must be at least 0 (no limit), not {self.max_connections}")
+        if self.body_memo_bytes < 0:
+            raise ValueError(f"http.body_memo_bytes must be at least 0 (nothing is remembered), not {self.body_memo_bytes}")
         if self.max_header_bytes < 1024:
             raise ValueError(f"http.max_header_bytes must be at least 1024, not {self.max_header_bytes}")
         if (self.tls_cert is None) != (self.tls_key is None):

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Callable
 
 from gateway.turn import TurnError
-
-T = TypeVar("T")
 
 
 class Patience:
@@ -24,19 +20,22 @@ class Patience:
         self._began = began
         self._heard = clock()
 
-    def heard(self) -> None:
-        """Something came."""
-        self._heard = self._clock()
+    def heard(self, when: float | None = None) -> None:
+        """Something came: now, or then."""
+        self._heard = self._clock() if when is None else max(self._heard, when)
 
     def left(self) -> float | None:
         """Seconds until one of the limits is reached; None: never."""
         now = self._clock()
-        limits = []
-        if self._whole:
-            limits.append(self._began + self._whole - now)
+        left = self._began + self._whole - now if self._whole else None
         if self._stall:
-            limits.append(self._heard + self._stall - now)
-        return max(min(limits), 0.0) if limits else None
+            stalled = self._heard + self._stall - now
+            left = stalled if left is None or stalled < left else left
+        return left if left is None or left > 0.0 else 0.0
+
+    def whole(self) -> float | None:
+        """Seconds until the whole request has taken as long as it may; None: never."""
+        return max(self._began + self._whole - self._clock(), 0.0) if self._whole else None
 
     def within(self, seconds: float) -> float:
         """So many seconds, or what is left of the whole request where that is less."""
@@ -50,8 +49,7 @@ class Patience:
     def check(self) -> None:
         """Raises TurnError 504 where a limit is reached."""
         now = self._clock()
-        if self._whole and now - self._began >= self._whole:
-            raise self._too_long()
+        self.check_whole()
         if self._stall and now - self._heard >= self._stall:
             raise TurnError(
                 504,
@@ -59,21 +57,11 @@ class Patience:
                 f"Nothing was heard of the generation for {self._stall:g} seconds, so it was ended. Send the request again.",
             )
 
-    async def until(self, awaited: Awaitable[T]) -> T:
-        """What is awaited, within what the whole request may take. Raises TurnError 504."""
-        limit = max(self._began + self._whole - self._clock(), 0.0) if self._whole else None
-        timer = asyncio.timeout(limit)
-        try:
-            async with timer:
-                return await awaited
-        except TimeoutError:
-            if not timer.expired():
-                raise
-            raise self._too_long() from None
-
-    def _too_long(self) -> TurnError:
-        return TurnError(
-            504,
-            "request_timeout",
-            f"The request took longer than {self._whole:g} seconds, which is all it may. Ask for fewer tokens.",
-        )
+    def check_whole(self) -> None:
+        """Raises TurnError 504 where the whole request has taken as long as it may."""
+        if self.over:
+            raise TurnError(
+                504,
+                "request_timeout",
+                f"The request took longer than {self._whole:g} seconds, which is all it may. Ask for fewer tokens.",
+            )

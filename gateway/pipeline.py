@@ -241,6 +241,11 @@ class Pipeline:
             named_tool=turn.tool_choice.mode == "named",
         )
 
+    @property
+    def observed(self) -> bool:
+        """Whether anybody wants the records of turns."""
+        return bool(self._observers)
+
     def tell(self, record: TurnRecord) -> None:
         """A turn is over: observers hear of it. One that fails is logged; it is no reason to fail the turn."""
         for observer in self._observers:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import xxhash
+
 from gateway.chat_templates import ChatTemplate, TemplateRefusal
 from gateway.turn import TurnError
 from grammar.formats.base import ToolFormat
@@ -51,6 +53,9 @@ class ChatRenderer:
         """
         self._model = model
         self._special_tokens = dict(special_tokens)
+        told = json.dumps([sorted(templates.items()), sorted(special_tokens.items()), type(tool_format).__name__])
+        self.fingerprint = xxhash.xxh3_128_hexdigest(told.encode())
+        """Equal for renderers that write the same for the same."""
         self._format = tool_format
         self._templates: dict[str, tuple[ChatTemplate, TemplateTraits]] = {}
         for name, source in templates.items():

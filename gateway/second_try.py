@@ -34,26 +34,25 @@ class SecondTry:
     check: AfterCheck
     telemetry: Telemetry
 
-    async def of(self, prompt: int, state: ChoiceState, found: Found) -> tuple[ChoiceDecoder | None, int]:
-        """(what replaces the choice, None where nothing better came of it; how many tokens that took)."""
+    async def of(self, prompt: int, state: ChoiceState, found: Found) -> tuple[ChoiceState | None, int]:
+        """(what replaces it, None where nothing better came of it; how many tokens that took)."""
         changed = _without(self.turn, state, found)
         if changed is None:
             self.telemetry.generated_again("impossible")
             return None, 0
         try:
-            decoder, tokens = await self._generate(changed, prompt, state.index)
+            again, tokens = await self._generate(changed, prompt, state.index)
         except TurnError:
             self.telemetry.generated_again("failed")
             return None, 0
-        again = decoder.state
         better = bool(again.calls) and again.finish_reason != "length" and not (await self.check.of(again)).sentences
         self.telemetry.generated_again("valid" if better else "invalid")
         if not better:
             return None, tokens
         again.violations.append(f"{found.sentences[0]}; it was generated once more, and is valid now")
-        return decoder, tokens
+        return again, tokens
 
-    async def _generate(self, turn: Turn, prompt: int, index: int) -> tuple[ChoiceDecoder, int]:
+    async def _generate(self, turn: Turn, prompt: int, index: int) -> tuple[ChoiceState, int]:
         generation, decoder = await self.start(turn, prompt, index)
         tokens = 0
         try:
@@ -71,7 +70,7 @@ class SecondTry:
             await generation.aclose()
         if decoder.state.finish_reason is None:
             raise TurnError(502, "worker_error", "The worker's answer ended before the generation did.")
-        return decoder, tokens
+        return decoder.state, tokens
 
 
 def _without(turn: Turn, state: ChoiceState, found: Found) -> Turn | None:

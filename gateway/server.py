@@ -38,6 +38,10 @@ log = logging.getLogger(__name__)
 log.addFilter(_as_remarks)
 
 
+_READ_AHEAD = 2**18
+"""Bytes of a body that wait for its handler, as many as one read of the socket brings: with less, reading stops and begins
+again for every such piece of a long conversation."""
+
 _VANISHED_AFTER = 10.0
 """Seconds later than a client is given up that is there and reads nothing: to the system the two look alike, and it counts from
 when the client's buffer is full, not from when ours is."""
@@ -132,6 +136,7 @@ class HttpServer:
             config,
             logger=log,
             access_log=None,
+            read_bufsize=_READ_AHEAD,
             max_line_size=config.max_header_bytes,
             max_field_size=config.max_header_bytes,
             keepalive_timeout=config.idle_timeout,

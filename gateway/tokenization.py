@@ -84,6 +84,7 @@ class TextTokenizer:
         eos = files.special_tokens.get("eos_token")
         named = None if eos is None else backend.token_to_id(eos)
         self.eos_token_ids: frozenset[int] = frozenset((*files.eos_token_ids, *(() if named is None else (named,))))
+        self._size = int(backend.get_vocab_size(with_added_tokens=True))
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.longest_token: int = max(map(len, vocabulary), default=1)
         ids = sorted(vocabulary.values())
@@ -108,7 +109,7 @@ class TextTokenizer:
     @property
     def size(self) -> int:
         """Number of tokens, added ones included."""
-        return int(self._backend.get_vocab_size(with_added_tokens=True))
+        return self._size
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`. Releases the GIL: call it from a thread for long texts.

@@ -64,7 +64,8 @@ class SessionRef:
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One request in no dialect. `messages` are OpenAI-style dicts, normalised: content is str (never None) or absent
-    only where tool_calls stand in its place; tool call arguments are JSON objects."""
+    only where tool_calls stand in its place; tool call arguments are JSON objects. `message_digests`: of the first of them,
+    as far as they are known already, joined (sessions.digests)."""
 
     request_id: str
     model: str
@@ -80,6 +81,7 @@ class Turn:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     thinking: Thinking | None = None
     warnings: tuple[str, ...] = ()
+    message_digests: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

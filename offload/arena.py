@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -38,13 +38,23 @@ class HostArena:
 
     name = HOST
 
-    def __init__(self, key: BlockHash, block_bytes: int, max_bytes: int, directory: Path = SHARED_MEMORY) -> None:
-        """key: names what makes blocks interchangeable (namespace and codec). Raises TierUnavailable."""
+    def __init__(
+        self,
+        key: BlockHash,
+        block_bytes: int,
+        max_bytes: int,
+        directory: Path = SHARED_MEMORY,
+        available: Callable[[], int] | None = None,
+    ) -> None:
+        """key: names what makes blocks interchangeable (namespace and codec). available: bytes of memory that can be taken
+        without anybody being killed. Raises TierUnavailable."""
         self.block_bytes = block_bytes
         slot_bytes = -(-block_bytes // _ALIGNMENT) * _ALIGNMENT
         slots = max_bytes // slot_bytes
         if slots < 1:
             raise TierUnavailable(f"The host tier has {max_bytes} bytes, but one block takes {slot_bytes}; give it more.")
+        self._available = _machine if available is None else available
+        _check_room(directory, max_bytes)
         path = directory / f"turnkeep-{os.getuid()}-host-{key.hex()}"
         self.table = SlotTable(path, key, slots, slot_bytes, payload=True)
         if self.table.slots != slots:
@@ -74,6 +84,7 @@ class HostArena:
             return False
         if place.length != len(into):
             self._heal(place)
+            self.table.rebuild()
             return False
         np.copyto(into, self.slot(place)[: place.length])
         # Of the copy: what is verified is what is used.
@@ -169,15 +180,37 @@ class HostArena:
         self.table.drop((place,), damaged=True)
 
     def _grow(self, usable: int) -> int:
-        more = min(max(1, _GROWTH // self._slot_bytes), self.table.slots - usable)
-        size = more * self._slot_bytes
-        if psutil.virtual_memory().available < size + _HEADROOM:
+        size = self._slot_bytes
+        status = os.fstatvfs(self.table.descriptor)
+        room = min(status.f_bavail * status.f_frsize, self._available() - _HEADROOM) // size
+        more = min(max(1, _GROWTH // size), self.table.slots - usable, room)
+        if more < 1:
             return usable
         try:
-            os.posix_fallocate(self.table.descriptor, self.table.payload_offset + usable * self._slot_bytes, size)
+            os.posix_fallocate(self.table.descriptor, self.table.payload_offset + usable * size, more * size)
         except OSError as error:
             if not self._errors:
                 logger.warning("%s: no more shared memory is to be had (%s); the arena stays smaller.", self.table.path, error)
             self._errors += 1
             return usable
         return usable + more
+
+
+def _machine() -> int:
+    return int(psutil.virtual_memory().available)
+
+
+def _check_room(directory: Path, max_bytes: int) -> None:
+    """Says it when there is no place for shared memory, or too small a one. Raises TierUnavailable."""
+    remedy = "docker run --shm-size, in Kubernetes an emptyDir of medium Memory, or a lower --host-kv-bytes"
+    try:
+        status = os.statvfs(directory)
+    except OSError as error:
+        raise TierUnavailable(
+            f"{directory}, where shared memory is, cannot be used ({error.strerror}); give the container one: {remedy}."
+        ) from error
+    size = status.f_blocks * status.f_frsize
+    if size < max_bytes:
+        logger.warning(
+            "%s holds %d bytes, the host tier could have %d; it stays smaller (%s).", directory, size, max_bytes, remedy
+        )

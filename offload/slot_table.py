@@ -315,6 +315,11 @@ class SlotTable:
         with self._changing() as columns:
             return self._reclaim(columns)
 
+    def rebuild(self) -> None:
+        """Makes all that follows from the slots anew: something in the books was found to be damaged."""
+        with self._changing():
+            self._rebuild()
+
     def places(self) -> list[Place]:
         """Every block that can be found now."""
         columns = self.columns

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import xxhash
@@ -50,9 +51,15 @@ def tier_key(namespace: BlockHash, codec: str, compressed: bool = False) -> Bloc
     return xxhash.xxh3_128_digest(b"tier\x00" + namespace + codec.encode() + (b"+zstd" if compressed else b""))
 
 
-def open_tiers(config: OffloadConfig, namespace: BlockHash, shape: BlockShape, model: str = "") -> TierStack:
-    """Opens them. One that cannot be used is said in the log and left out. Raises TierUnavailable for a codec that does not
-    fit."""
+def open_tiers(
+    config: OffloadConfig,
+    namespace: BlockHash,
+    shape: BlockShape,
+    model: str = "",
+    available: Callable[[], int] | None = None,
+) -> TierStack:
+    """Opens them. One that cannot be used is said in the log and left out. available: as of HostArena. Raises TierUnavailable
+    for a codec that does not fit."""
     encoded = make_codec(config.codec, shape).encoded_bytes
     tiers: list[GuardedTier] = []
     mirrors: list[TierMirror] = []
@@ -60,7 +67,8 @@ def open_tiers(config: OffloadConfig, namespace: BlockHash, shape: BlockShape, m
         logger.info("%s: nobody has used it for hours; it is gone.", path)
     if config.host_bytes:
         try:
-            arena = HostArena(tier_key(namespace, config.codec), encoded, config.host_bytes, config.shared_memory)
+            key = tier_key(namespace, config.codec)
+            arena = HostArena(key, encoded, config.host_bytes, config.shared_memory, available)
             tiers.append(GuardedTier(arena, TransferCost(encoded / _HOST_RATE)))
             mirrors.append(TierMirror(arena.table, HOST))
         except (TierUnavailable, OSError) as error:

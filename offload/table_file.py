@@ -95,8 +95,12 @@ class TableFile:
                 logger.warning("%s was written by another version or is damaged, and is not read; it begins anew.", self.path)
             os.ftruncate(self.descriptor, 0)
             os.ftruncate(self.descriptor, size)
-            # A page that cannot be had kills the process that touches it, so the memory is asked for first.
-            os.posix_fallocate(self.descriptor, 0, table)
+            try:
+                # A page that cannot be had kills the process that touches it, so the memory is asked for first.
+                os.posix_fallocate(self.descriptor, 0, table)
+            except OSError:
+                os.unlink(self.path)
+                raise
         self.slots = slots
         self.member = self._join()
         os.utime(self.descriptor)

@@ -67,6 +67,16 @@ def unpack_tokens(packed: bytes) -> npt.NDArray[np.uint32]:
     return np.frombuffer(packed, dtype="<u4")
 
 
+def list_tokens(packed: bytes) -> list[int]:
+    """The ids of `unpack_tokens`, as a list. Raises ValueError in the same case."""
+    if len(packed) % TOKEN_BYTES:
+        raise ValueError(f"packed token ids take {TOKEN_BYTES} bytes each; {len(packed)} bytes are no whole number of ids")
+    ids = array("I", packed)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids.tolist()
+
+
 def chain_digest(parent: BlockHash, packed_block: bytes | memoryview) -> BlockHash:
     """The digest of one full block whose predecessor has the digest `parent`."""
     return xxhash.xxh3_128_digest(parent + bytes(packed_block))
@@ -80,6 +90,18 @@ def iter_block_digests(packed: bytes, root: BlockHash, block_size: int = DEFAULT
     for start in range(0, len(packed) - step + 1, step):
         parent = digest(parent + packed[start : start + step])
         yield parent
+
+
+def joined_block_digests(packed: bytes, root: BlockHash, block_size: int = DEFAULT_BLOCK_SIZE) -> bytes:
+    """As `iter_block_digests`, back to back."""
+    digest = xxhash.xxh3_128_digest
+    step = block_size * TOKEN_BYTES
+    digests = []
+    parent = root
+    for start in range(0, len(packed) - step + 1, step):
+        parent = digest(parent + packed[start : start + step])
+        digests.append(parent)
+    return b"".join(digests)
 
 
 def block_digests(token_ids: TokenIds | bytes, root: BlockHash, block_size: int = DEFAULT_BLOCK_SIZE) -> list[BlockHash]:

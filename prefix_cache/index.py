@@ -405,7 +405,7 @@ class ResidencyIndex:
         count = len(digests)
         if count <= self._walked or (self._careful_ones and count - known <= self._walked):
             return list(digests[known:])
-        head = list(digests[known : self._walked])
+        head = list(digests[known : self._walked]) if known < self._walked else []
         first = -(-max(known, self._walked) // JUMP) * JUMP
         if count - first < JUMP * JUMP:
             at = reader(digests)

@@ -23,6 +23,7 @@ answer, not a name. Keys come from clients, so they are scoped by tenant, bounde
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -247,12 +248,17 @@ def identify(
     # Most requests have one or two of twenty: one look at what is there instead of twenty for what may be.
     present = {name.lower() for name in headers}
     group = request.header("correlation-id") or request.header("x-correlation-id") if present & _JOBS else None
+    by_header, by_field = _plan(tuple(order))
+    places = [by_header[name] for name in present if name in by_header]
+    for name in body:
+        if name in by_field:
+            places += by_field[name]
     first: Found | None = None
     source: str | None = None
     conflicts: list[str] = []
-    for name in order:
-        needed = _NEEDS[name]
-        if needed not in (body if name.startswith("body.") else present) or (first is not None and name in GROUPING_SOURCES):
+    for place in sorted(places):
+        name = order[place]
+        if first is not None and name in GROUPING_SOURCES:
             continue
         found = SOURCES[name](request)
         if found is None:
@@ -271,6 +277,20 @@ def identify(
         final=first is not None and not present.isdisjoint(_FINAL) and _is_final(request),
         ttl=_ttl(body),
     )
+
+
+@functools.lru_cache(maxsize=16)
+def _plan(order: tuple[str, ...]) -> tuple[Mapping[str, int], Mapping[str, Sequence[int]]]:
+    """Where in an order the sources stand that read a header, and those that read a field at the top of the body."""
+    by_header: dict[str, int] = {}
+    by_field: dict[str, list[int]] = {}
+    for place, name in enumerate(order):
+        needed = _NEEDS[name]
+        if name.startswith("body."):
+            by_field.setdefault(needed, []).append(place)
+        else:
+            by_header[needed] = place
+    return by_header, by_field
 
 
 def _is_final(request: _Request) -> bool:

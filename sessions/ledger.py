@@ -31,7 +31,7 @@ import msgspec
 import xxhash
 
 from prefix_cache.hashing import DIGEST_BYTES as BLOCK_BYTES
-from prefix_cache.hashing import TOKEN_BYTES, iter_block_digests, unpack_tokens
+from prefix_cache.hashing import TOKEN_BYTES, joined_block_digests, unpack_tokens
 from sessions.digests import DIGEST_BYTES, NO_MEANING
 
 _SPAN = struct.Struct("<IIQQ16s")
@@ -56,6 +56,9 @@ class Span(NamedTuple):
     @property
     def generated(self) -> bool:
         return self.meaning != NO_MEANING
+
+
+_NOTHING = Span(0, 0, 0, 0)
 
 
 class Generated(msgspec.Struct, frozen=True, array_like=True):
@@ -114,6 +117,11 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.spans) // SPAN_BYTES
 
     @property
+    def longest_answer(self) -> int:
+        """Tokens of the longest of the pending answers."""
+        return max([len(item.token_ids) for item in self.pending], default=0) // TOKEN_BYTES
+
+    @property
     def nbytes(self) -> int:
         """About what it takes in memory."""
         columns = len(self.messages) + len(self.spans) + len(self.tokens) + len(self.blocks) + 4 * len(self.tail)
@@ -142,8 +150,8 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         return low
 
     def end_of(self, spans: int) -> Span:
-        """Where the first `spans` spans end; all zero for none."""
-        return self.span(spans - 1) if spans else Span(0, 0, 0, 0)
+        """Where the first `spans` spans end, of which there are as many; all zero for none."""
+        return Span._make(_SPAN.unpack_from(self.spans, (spans - 1) * SPAN_BYTES)) if spans else _NOTHING
 
     def generated_within(self, spans: int) -> int:
         """How many of the tokens of the first `spans` spans the model generated."""
@@ -158,7 +166,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         parent = self.blocks[(known - 1) * BLOCK_BYTES : known * BLOCK_BYTES] if known else self.root
         fresh = tokens[known * self.block_size * TOKEN_BYTES :]
         shared = memoryview(self.blocks)[: known * BLOCK_BYTES]
-        return tokens, b"".join([shared, *iter_block_digests(fresh, parent, self.block_size)])
+        return tokens, b"".join((shared, joined_block_digests(fresh, parent, self.block_size)))
 
     def cut(self, spans: int) -> Ledger:
         """The ledger of the first `spans` spans: what a branch shares."""
@@ -229,7 +237,7 @@ def extend_blocks(blocks: bytes, tokens: bytes, root: bytes, block_size: int) ->
     known = len(blocks) // BLOCK_BYTES
     parent = blocks[-BLOCK_BYTES:] if blocks else root
     fresh = tokens[known * block_size * TOKEN_BYTES :]
-    return blocks + b"".join(iter_block_digests(fresh, parent, block_size))
+    return blocks + joined_block_digests(fresh, parent, block_size)
 
 
 def _generated(spans: bytes) -> int:

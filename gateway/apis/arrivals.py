@@ -10,12 +10,13 @@ from aiohttp import web
 
 from gateway.admission.limits import RateLimits
 from gateway.apis.bodies import parse_object, read_body
+from gateway.apis.body_memo import BodyMemo, Remembered
 from gateway.apis.endpoint import Arrival
 from gateway.apis.headers import KNOWN_AS, LIMITS
 from gateway.auth import ApiKeys, Caller
 from gateway.config import GatewayConfig
 from gateway.telemetry.stages import StageTimes
-from gateway.turn import SessionRef
+from gateway.turn import SessionRef, Turn
 from sessions.identity import identify
 
 
@@ -38,6 +39,12 @@ class Arrivals:
         self._keys = keys
         self._http = config.http
         self._sources = config.session_sources
+        self._memo = BodyMemo(config.http.body_memo_bytes)
+
+    def remember(self, arrival: Arrival, turn: Turn) -> None:
+        """Keeps what a turn was parsed into for the one after it."""
+        if arrival.seen is not None:
+            self._memo.keep(arrival.seen, arrival.body, turn.messages, turn.message_digests)
 
     def tenant(self, request: web.Request) -> str:
         """The tenant whose key the request carries."""
@@ -60,20 +67,29 @@ class Arrivals:
         """Returns when the request may administer the gateway (docs/security.md). Handlers for them begin so."""
         self._keys.require_admin(request)
 
-    async def body(self, request: web.Request) -> tuple[Arrival, list[str]]:
-        """The request's JSON object, and warnings. The key, and how often it came, are checked before anything is read."""
+    async def body(self, request: web.Request, *, conversation: bool = False) -> tuple[Arrival, list[str]]:
+        """The request's JSON object, and warnings. The key, and how often it came, are checked before anything is read.
+        `conversation`: it begins with what the one before of its conversation did, mostly."""
         caller = self.caller(request)
         request[LIMITS] = dict(await self._limits.request(caller))
         wall_clock, monotonic = time.time(), time.monotonic()
         raw = await read_body(request, max_bytes=self._http.max_body_bytes, timeout=self._http.body_timeout)
+        warnings: list[str]
+        seen = None
         with self._stages.spent("parse"):
-            body, warnings = parse_object(raw)
+            found = self._memo.parse(caller.tenant, raw) if conversation else None
+            if found is not None:
+                (body, seen), warnings = found, []
+            else:
+                body, warnings = parse_object(raw)
+                if conversation and not warnings:
+                    seen = Remembered(caller.tenant, raw)
         kept = raw if self._keeps_raw(body) else b""
-        return Arrival(request, request[KNOWN_AS], body, wall_clock, monotonic, caller, kept), warnings
+        return Arrival(request, request[KNOWN_AS], body, wall_clock, monotonic, caller, kept, seen), warnings
 
-    async def turn(self, request: web.Request) -> tuple[Arrival, SessionRef, list[str]]:
+    async def turn(self, request: web.Request, *, conversation: bool = False) -> tuple[Arrival, SessionRef, list[str]]:
         """As `body`, with the session that the request belongs to."""
-        arrival, warnings = await self.body(request)
+        arrival, warnings = await self.body(request, conversation=conversation)
         with self._stages.spent("identity"):
             found = identify(request.headers, arrival.body, tenant=arrival.caller.tenant, order=self._sources)
             session = SessionRef(

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from gateway.admission.gate import Gate
 from gateway.admission.priority import ranked
+from gateway.apis.body_memo import Remembered
 from gateway.apis.codec import Answer
 from gateway.apis.headers import (
     LIMITS,
@@ -32,10 +33,11 @@ from gateway.histories.keeper import TurnHistory
 from gateway.models import ServedModel
 from gateway.patience import Patience
 from gateway.pipeline import Pipeline
-from gateway.running import RunningTurn
+from gateway.running import RunningTurn, Usage
 from gateway.turn import Prompt, Turn, TurnError, TurnRecord
+from gateway.turns.reader import Reader
 from gateway.turns.registry import Joined, TurnRegistry, idempotency_key
-from gateway.turns.shared import Begun, Reader, SharedTurn, is_refusal
+from gateway.turns.shared import Begun, is_refusal
 from gateway.workers.protocol import WorkerInfo
 
 log = logging.getLogger(__name__)
@@ -48,15 +50,17 @@ MakePrompts = Callable[[WorkerInfo], Awaitable[tuple[Sequence[Prompt], TurnHisto
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request as it came. `request_id` is what the client may know it by; `raw` the body, where it goes on as it is."""
+    """A request as it came. `request_id` is what the client may know it by; `raw` the body, where it goes on as it is; `seen`
+    what of it is known from the request before."""
 
     request: web.Request
     request_id: str
-    body: Mapping[str, Any]
+    body: dict[str, Any]
     wall_clock: float
     monotonic: float
     caller: Caller
     raw: bytes = b""
+    seen: Remembered | None = None
 
 
 @dataclass(slots=True)
@@ -134,9 +138,10 @@ class TurnEndpoint:
             missed = begun.watched is not None and begun.watched.miss is not None
             await self._pipeline.settle(begun.history, running, final=turn.session.final, missed=missed)
 
-        async def begin(shared: SharedTurn) -> Begun:
+        async def begin(reader: Reader) -> Begun:
             try:
-                begun = await patience.until(shared.begun())
+                while (begun := await reader.begun(patience.whole())) is None:
+                    patience.check_whole()
             except TurnError as error:
                 if stream is not None and stream.is_open:
                     await stream.send(answer.failure(error))
@@ -170,16 +175,15 @@ class TurnEndpoint:
                 answer.adopt(joined.answer)
                 span.attached(joined.how, joined.first)
             try:
-                shared = joined.reader.shared
                 if turn.stream:
                     stream = EventStream(arrival.request, write_timeout=self._http.write_timeout)
                     await self._keep_waiting(stream, arrival, turn, joined, patience)
-                begun = await begin(shared)
+                begun = await begin(joined.reader)
                 if stream is not None:
                     response = stream.response
                     failure = await self._stream(stream, arrival, turn, joined, begun, answer, first_token, patience)
                 else:
-                    response = await self._whole(arrival, turn, joined, begun, answer, first_token, patience)
+                    response = await self._whole(arrival, turn, joined, begun, answer, outcome, first_token, patience)
             finally:
                 await self._turns.leave(joined)
         except BaseException as error:
@@ -195,7 +199,8 @@ class TurnEndpoint:
         finally:
             if failure is None and outcome.running is not None:
                 outcome.status = 200
-                outcome.response = answer.body(outcome.running)
+                if outcome.response is None and self._pipeline.observed:
+                    outcome.response = answer.body(outcome.running)
             tell = failure is not None or joined is None or joined.tell_once()
             self._conclude(arrival, turn, model, answer, outcome, failure, tell=tell)
             if begun is not None and begun.watched is not None and begun.watched.miss is not None:
@@ -227,24 +232,19 @@ class TurnEndpoint:
         joined: Joined,
         begun: Begun,
         answer: Answer,
+        outcome: _Outcome,
         first_token: Callable[[], None],
         patience: Patience,
     ) -> web.Response:
         reader, running = joined.reader, begun.running
-        seen = False
-        while True:
-            if not await reader.wait(patience.left()):
-                patience.check()
-                continue
-            event = reader.take()
-            if event is None:
-                break
-            patience.heard()
-            if not seen and _has_tokens(event):
-                seen = True
-                first_token()
+        reader.follow(first_token)
+        while not await reader.wait_end(patience.left()):
+            patience.heard(reader.shared.heard)
+            patience.check()
+        reader.take()
         headers = self._headers(arrival, turn, joined, begun, started=True)
-        return web.Response(body=orjson.dumps(answer.body(running)), content_type="application/json", headers=headers)
+        outcome.response = answer.body(running)
+        return web.Response(body=orjson.dumps(outcome.response), content_type="application/json", headers=headers)
 
     def _headers(self, arrival: Arrival, turn: Turn, joined: Joined, begun: Begun, *, started: bool) -> dict[str, str]:
         watched = begun.watched
@@ -265,13 +265,13 @@ class TurnEndpoint:
     ) -> None:
         """Waits until the turn is on its workers, or never will be. A client that has waited for long gets headers, which
         cannot say where the turn goes, and comments: what goes wrong from then on is told in the stream."""
-        shared, interval = joined.reader.shared, self._http.ping_interval
-        if await shared.wait_begun(patience.within(self._http.headers_within)) or patience.over:
+        reader, interval = joined.reader, self._http.ping_interval
+        if await reader.wait_begun(patience.within(self._http.headers_within)) or patience.over:
             return
         known = {**session_headers(turn.session), **attached_header(joined.how, joined.first), **warning_header(turn.warnings)}
         await stream.open({REQUEST_ID: arrival.request_id, **known})
         await stream.send(PING)
-        while not await shared.wait_begun(patience.within(max(0.0, interval - stream.idle))) and not patience.over:
+        while not await reader.wait_begun(patience.within(max(0.0, interval - stream.idle))) and not patience.over:
             await stream.send(PING)
 
     async def _stream(
@@ -289,7 +289,7 @@ class TurnEndpoint:
         # The headers can say what was cached once the prompts have left their queues; but they do not wait for ever.
         running = begun.running
         if not stream.is_open:
-            started = await joined.reader.shared.wait_started(self._http.headers_within)
+            started = await joined.reader.wait_started(self._http.headers_within)
             await stream.open(self._headers(arrival, turn, joined, begun, started=started))
         await stream.send(answer.opening(running))
         failure: TurnError | None = None
@@ -352,41 +352,45 @@ class TurnEndpoint:
             outcome.status, outcome.error = 500, f"{type(failure).__name__}: {failure}"
         running = outcome.running
         duration = time.monotonic() - arrival.monotonic
-        usage = running.usage if running is not None else None
-        record = TurnRecord(
-            request_id=turn.request_id,
-            dialect=answer.dialect,
-            model=model.name,
-            session=running.session if running is not None else turn.session,
-            started_at=arrival.wall_clock,
-            duration=duration,
-            time_to_first_token=outcome.first_token,
-            request=arrival.body,
-            response=outcome.response,
-            status=outcome.status,
-            finish_reason=running.choices[0].finish_reason if running is not None and running.choices else None,
-            prompt_tokens=usage.prompt_tokens if usage else 0,
-            completion_tokens=usage.completion_tokens if usage else 0,
-            cached_tokens=usage.cached_tokens if usage else 0,
-            worker=running.workers if running is not None else None,
-            error=outcome.error,
-        )
-        if tell:
+        session = running.session if running is not None else turn.session
+        usage = running.usage if running is not None else Usage()
+        worker = running.workers if running is not None else None
+        if tell and self._pipeline.observed:
+            record = TurnRecord(
+                request_id=turn.request_id,
+                dialect=answer.dialect,
+                model=model.name,
+                session=session,
+                started_at=arrival.wall_clock,
+                duration=duration,
+                time_to_first_token=outcome.first_token,
+                request=arrival.body,
+                response=outcome.response,
+                status=outcome.status,
+                finish_reason=running.choices[0].finish_reason if running is not None and running.choices else None,
+                prompt_tokens=usage.prompt_tokens,
+                completion_tokens=usage.completion_tokens,
+                cached_tokens=usage.cached_tokens,
+                worker=worker,
+                error=outcome.error,
+            )
             self._pipeline.tell(record)
+        if not log.isEnabledFor(logging.INFO):
+            return
         log.info(
             "%s %s request=%s session=%s status=%d worker=%s prompt=%d cached=%d generated=%d seconds=%.3f%s%s",
-            record.dialect,
-            record.request_id,
+            answer.dialect,
+            turn.request_id,
             arrival.request_id,
-            record.session.key,
-            record.status,
-            record.worker,
-            record.prompt_tokens,
-            record.cached_tokens,
-            record.completion_tokens,
+            session.key,
+            outcome.status,
+            worker,
+            usage.prompt_tokens,
+            usage.cached_tokens,
+            usage.completion_tokens,
             duration,
             f" resumed={len(running.migrations)}" if running is not None and running.migrations else "",
-            f" error={record.error!r}" if record.error else "",
+            f" error={outcome.error!r}" if outcome.error else "",
         )
 
 

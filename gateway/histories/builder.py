@@ -29,7 +29,7 @@ from gateway.rendering import tool_dict
 from gateway.turn import Turn
 from prefix_cache.hashing import TOKEN_BYTES, pack_tokens, unpack_tokens
 from sessions.continuation import Continuation, Divergence, Path
-from sessions.digests import context_digest, meaning_digest, message_digests, split_reasoning
+from sessions.digests import DIGEST_BYTES, context_digest, meaning_digest, message_digests, split_reasoning
 from sessions.ledger import (
     SPAN_BYTES,
     Generated,
@@ -77,9 +77,12 @@ class HistoryBuilder:
         """What `turn` is compared by."""
         kwargs = context_digest(dict(turn.template_kwargs))
         tools = [tool_dict(tool) for tool in turn.tools]
-        volatile = self._model.renderer.volatile()
-        context = context_digest(self._model.name, kwargs.hex(), tools, volatile)
-        return TurnText(message_digests(turn.messages), context, kwargs, tuple(volatile))
+        renderer = self._model.renderer
+        volatile = renderer.volatile()
+        context = context_digest(self._model.name, renderer.fingerprint, kwargs.hex(), tools, volatile)
+        known = turn.message_digests
+        digests = known + message_digests(turn.messages[len(known) // DIGEST_BYTES :])
+        return TurnText(digests, context, kwargs, tuple(volatile))
 
     def match(
         self, text: TurnText, branches: Sequence[Ledger], root: bytes, messages: Sequence[Mapping[str, Any]]
@@ -132,9 +135,8 @@ class HistoryBuilder:
         match.odd = before or self.stability.is_odd(turn.messages[start:])
         if match.odd:
             return False
-        reasoning = ledger.reasoned or any(item.reasoning for item in ledger.pending)
-        if not reasoning:
-            reasoning = any(reasoning_of(message) is not None for message in turn.messages[start:])
+        match.reasons = _reasons(turn.messages[start:])
+        reasoning = match.reasons or ledger.reasoned or any(item.reasoning for item in ledger.pending)
         return self.stability.holds(
             TurnKind.of(turn.messages, start),
             tools=bool(turn.tools),
@@ -330,7 +332,7 @@ class _Work:
             generated_tokens=base.generated_within(spans) + self._spliced,
             reasoned=(old is not None and spans > 0 and old.reasoned)
             or (self._returned is not None and bool(self._returned.reasoning))
-            or any(reasoning_of(message) is not None for message in self._turn.messages[end.messages :]),
+            or self._reasons(end.messages),
             odd=None if self._match is None else self._match.odd,
         )
         divergence = None if old is None else self._divergence(spans, end, old, ledger)
@@ -346,6 +348,13 @@ class _Work:
             fallbacks=tuple(self._fallbacks),
             new_text="" if divergence is None else text,
         )
+
+    def _reasons(self, start: int) -> bool:
+        """Whether the messages from `start` on hold reasoning."""
+        match = self._match
+        if match is not None and match.reasons is not None and match.messages == start:
+            return match.reasons
+        return _reasons(self._turn.messages[start:])
 
     def _give_up(self, reason: str) -> None:
         """The answer is not spliced after all. Raises _NotSplicedError where the text must be made again without it."""
@@ -410,8 +419,6 @@ class _Work:
     def _divergence(self, spans: int, end: Span, old: Ledger, new: Ledger) -> Divergence | None:
         """Of `new`, which begins with the first `spans` spans of `old`, up to `end`."""
         match = self._match
-        answer = max((len(item.token_ids) for item in old.pending), default=0) // TOKEN_BYTES
-        had = old.num_tokens + answer
         if match is None:
             return None
         if match.messages < old.num_messages:
@@ -429,7 +436,7 @@ class _Work:
         else:
             return None
         tokens = common_tokens(old.tokens, new.tokens, end.tokens)
-        return Divergence(cause, message, tokens, end.text_bytes, max(had - tokens, 0))  # type: ignore[arg-type]
+        return Divergence(cause, message, tokens, end.text_bytes, max(old.num_tokens + old.longest_answer - tokens, 0))  # type: ignore[arg-type]
 
     def _as_text(self, reason: str) -> Continuation:
         """Rendered and tokenised as a whole; the ledger is good for identifying the session and no more."""
@@ -444,6 +451,10 @@ class _Work:
 
     def _empty(self) -> Ledger:
         return Ledger(context=self._text.context, root=self._root, block_size=self._block_size)
+
+
+def _reasons(messages: Sequence[Mapping[str, Any]]) -> bool:
+    return any(reasoning_of(message) is not None for message in messages)
 
 
 class Said(NamedTuple):

@@ -26,13 +26,15 @@ class TurnText(msgspec.Struct, frozen=True):
 
 
 class Match(msgspec.Struct):
-    """A ledger of a session and how many of its messages a turn shares. `odd`, of the turn (sessions.ledger.Ledger), and
-    `by_tail`, whether it may be rendered without what it shares, are found out when they are first asked for."""
+    """A ledger of a session and how many of its messages a turn shares. What a turn that continues it is like is found out when
+    it is first asked for: `odd` (sessions.ledger.Ledger), `reasons`: its new messages hold reasoning, `by_tail`: it may be
+    rendered without what it shares."""
 
     ledger: Ledger
     position: int
     messages: int
     odd: bool | None = None
+    reasons: bool | None = None
     by_tail: bool | None = None
 
     def continues(self, text: TurnText) -> bool:

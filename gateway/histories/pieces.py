@@ -19,7 +19,7 @@ class Before:
 
     __slots__ = ("apart", "skeleton", "text")
 
-    def __init__(self, messages: list[dict[str, Any]], apart: Head | None) -> None:
+    def __init__(self, messages: list[Mapping[str, Any]], apart: Head | None) -> None:
         self.skeleton = messages
         self.apart = apart
         self.text: str | None = None

@@ -18,9 +18,10 @@ STAND_IN = Tool("zq7standin", "zq7standin", {"type": "object", "properties": {}}
 
 _KEPT = 24
 _MAX_LOOK = 4096
+_DROPPED = ("reasoning_content", "tool_calls")
 
 
-def skeleton(messages: Sequence[Mapping[str, Any]], end: int) -> list[dict[str, Any]]:
+def skeleton(messages: Sequence[Mapping[str, Any]], end: int) -> list[Mapping[str, Any]]:
     """At most five short messages in place of `messages[:end]`: the system's, the last of a user, and the last one, with the
     call that it answers. Roles, names, ids and the ends of long contents stay."""
     if end == 0:
@@ -39,9 +40,11 @@ def skeleton(messages: Sequence[Mapping[str, Any]], end: int) -> list[dict[str, 
     return [_short(messages[position]) for position in sorted(kept)]
 
 
-def _short(message: Mapping[str, Any]) -> dict[str, Any]:
-    short = {key: value for key, value in message.items() if key not in ("reasoning_content", "tool_calls")}
-    content = short.get("content")
+def _short(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    content = message.get("content")
+    if not (isinstance(content, str) and len(content) > 3 * _KEPT) and message.keys().isdisjoint(_DROPPED):
+        return message
+    short = {key: value for key, value in message.items() if key not in _DROPPED}
     if isinstance(content, str) and len(content) > 3 * _KEPT:
         short["content"] = content[:_KEPT] + content[-_KEPT:]
     calls = message.get("tool_calls")

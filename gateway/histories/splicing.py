@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from gateway.histories.cutting import Cutter
 from gateway.histories.pieces import Before, PieceRenderer
 from gateway.tokenization import TextTokenizer
-from prefix_cache.hashing import unpack_tokens
+from prefix_cache.hashing import list_tokens
 from sessions.digests import meaning_digest, split_reasoning
 from sessions.ledger import Generated
 
@@ -71,7 +71,7 @@ def _is_plain(message: Mapping[str, Any], generated: Generated, tokenizer: TextT
 
 def generated_text(generated: Generated, tokenizer: TextTokenizer) -> str:
     """What was generated, as text."""
-    return tokenizer.decode(unpack_tokens(generated.token_ids).tolist())
+    return tokenizer.decode(list_tokens(generated.token_ids))
 
 
 def reasoning_of(message: Mapping[str, Any]) -> str | None:

@@ -76,14 +76,18 @@ class Stability:
 
     def is_known(self, tools: bool, kwargs_name: bytes) -> bool:
         """Whether `holds` answers at once."""
-        known = len(self._answers) >= _MAX_VARIANTS or self._distrusted
-        return known or all((tools, reasoning, kwargs_name) in self._answers for reasoning in (False, True))
+        answers = self._answers
+        known = (tools, False, kwargs_name) in answers and (tools, True, kwargs_name) in answers
+        return known or len(answers) >= _MAX_VARIANTS or self._distrusted
 
     def answers(
         self, *, tools: bool, reasoning: bool, kwargs: Mapping[str, Any], kwargs_name: bytes
     ) -> Mapping[TurnKind, bool]:
         """What is known of all kinds. Takes some 100 ms the first time."""
         key = (tools, reasoning, kwargs_name)
+        found = self._answers.get(key)
+        if found is not None:
+            return found
         with self._lock:
             answers = self._answers.get(key)
             if answers is None:

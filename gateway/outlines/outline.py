@@ -9,7 +9,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gateway.outlines.holes import OpaqueError, Step, Trace, Values, segments
-from gateway.outlines.shapes import Shape, UnfitError, all_apart, put_together
+from gateway.outlines.shapes import Shape, UnfitError, all_apart, plain_apart, put_together
 from gateway.outlines.template import OutlineTemplate
 from gateway.rendering import ChatRenderer
 from grammar.tools import Tool
@@ -174,6 +174,9 @@ class Outlines:
     def _apart(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], with_tools: bool, values: Values
     ) -> tuple[Shape, ...] | None:
+        plain = None if tools and not self._renderer.traits(with_tools).shows_tools else plain_apart(messages, values)
+        if plain is not None:
+            return plain
         try:
             return all_apart(self._renderer.prepared(messages, tools, with_tools=with_tools), values)
         except UnfitError:

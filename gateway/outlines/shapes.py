@@ -14,6 +14,10 @@ _TEXT, _VALUE = 0, 1  # in a shape, in place of a text and of the arguments of a
 _FIXED = frozenset((bool, int, float, type(None)))
 
 
+_PLAIN = ("role", "content")
+_PLAIN_SHAPES: Mapping[str, Shape] = {role: ("role", role, "content", _TEXT) for role in ("system", "user", "assistant")}
+
+
 class UnfitError(Exception):
     """A message that has more in it than texts and calls."""
 
@@ -92,6 +96,21 @@ def _value(shape: Any, trace: Trace, numbers: Iterator[int]) -> Any:
     return hole
 
 
+def plain_apart(messages: Sequence[Mapping[str, Any]], values: list[Any]) -> tuple[Shape, ...] | None:
+    """The same for messages that are a role and a text and nothing else, which every template gets as they are; None, and
+    `values` as they were, where not all of them are."""
+    shapes: list[Shape] = []
+    texts: list[str] = []
+    for message in messages:
+        shape = _PLAIN_SHAPES.get(message["role"])
+        if shape is None or tuple(message) != _PLAIN or type(message["content"]) is not str:
+            return None
+        shapes.append(shape)
+        texts.append(message["content"])
+    values += texts
+    return tuple(shapes)
+
+
 def all_apart(messages: Sequence[Mapping[str, Any]], values: list[Any]) -> tuple[Shape, ...]:
-    """The same for several messages."""
+    """As `take_apart`, of several messages."""
     return tuple([take_apart(message, values) for message in messages])

@@ -17,6 +17,7 @@ TERMS = ("queue", "transfer", "prefill", "interference", "others", "eviction", "
 """The estimates of a candidate that a receipt keeps, in seconds."""
 
 _WIDTH = 1 + len(TERMS)
+_FEW = 8  # candidates: as many in every decision take three megabytes in all
 
 
 @dataclass(slots=True)
@@ -43,7 +44,8 @@ class Shadow:
 
 
 class Decision:
-    """One choice among candidates. Estimates are packed once the outcome is known: a ring of them must stay small."""
+    """One choice among candidates. The estimates of more than a few are packed once the outcome is known: a ring of decisions
+    must stay small."""
 
     __slots__ = (
         "_candidates",
@@ -110,18 +112,19 @@ class Decision:
     def best_other(self) -> float | None:
         """The lowest estimate of the time to the first token among the workers that were not chosen."""
         best, chosen = None, self.worker
-        for candidate in self._candidates or ():
-            if candidate.name != chosen:
-                seconds = candidate.seconds
+        for name, _, queue, transfer, prefill, interference, _, _, _, _, _, _ in self._candidates or ():
+            if name != chosen:
+                seconds = queue + transfer + prefill + interference
                 if best is None or seconds < best:
                     best = seconds
         return best
 
     def seal(self) -> None:
         """Nothing is asked of the candidates any more but to be shown."""
-        candidates, self._candidates = self._candidates, None
-        if candidates is None:
+        candidates = self._candidates
+        if candidates is None or len(candidates) <= _FEW:
             return
+        self._candidates = None
         self._packed = packed = array("d")
         for candidate in candidates:
             packed.extend(candidate.estimates())

@@ -121,17 +121,19 @@ class Route:
             return
         outcome = self.decision.outcome
         first_token = outcome.time_to_first_token
-        apart = first_token is not None and self.standing.apart(self._placed_at, self._placed_at + first_token)
+        learns = first_token is not None and self._router.learns(self.standing)
+        apart = learns and first_token is not None and self.standing.apart(self._placed_at, self._placed_at + first_token)
         if prefill_seconds > 0:
             outcome.prefill_seconds = prefill_seconds
-            if first_token is not None and outcome.queue_seconds is not None:
+            if learns and first_token is not None and outcome.queue_seconds is not None:
                 self._router.delayed(self.standing, first_token - prefill_seconds - outcome.queue_seconds, apart)
         elif first_token is not None and self._was_idle:
             # Nothing stood before it, so what the gateway saw is what it took.
             prefill_seconds = first_token
         if prefill_seconds > 0 and self._cached is not None and first_token is not None:
             self.standing.served(decode_seconds)
-            self._router.observed(self.standing, self._observation(self._cached, prefill_seconds), apart)
+            if learns:
+                self._router.observed(self.standing, self._observation(self._cached, prefill_seconds), apart)
         self._end("finished")
 
     def abandoned(self) -> None:

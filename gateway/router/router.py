@@ -173,11 +173,13 @@ class Router:
             promised = min(promised, self.index.reported(route.standing.name, digests, promised // block_size) * block_size)
         route.standing.trust.compare(promised, cached, slack)
 
+    def learns(self, standing: Standing) -> bool:
+        """Whether `observed` and `delayed` are to be told of a turn that ends now."""
+        return standing.teaches(self.now())
+
     def observed(self, standing: Standing, seen: Observation, apart: bool = True) -> None:
         """A worker has said how long a prompt took. `apart`: at another time than what it said before (Standing.apart)."""
         now = self.now()
-        if not standing.teaches(now):
-            return
         self._peers.estimator.observe(seen)
         standing.observed(seen, now, apart)
         # What a worker said long ago, or never, gives way to what its peers say now: one worker's turn each time.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter as Count
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
@@ -12,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from gateway.telemetry.routing import RouteMetrics
 from gateway.telemetry.stages import StageTimes
-from gateway.telemetry.tallies import CounterFamily, HistogramFamily, Level
+from gateway.telemetry.tallies import CounterFamily, HistogramFamily, Level, Spread, Tally
 from gateway.workers.views import WorkerView
 from sessions.shared import SharedSessions
 from sessions.store import StoreStats
@@ -32,6 +33,54 @@ WAIT_BUCKETS = (0.001, 0.01, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 12
 _MAX_MODELS = 64
 _MAX_WORKERS = 1024
 _STATES = ("starting", "ready", "down", "mismatched")
+
+
+class TurnCounts:
+    """What turns of one operation and model count in, each looked up once, when it is first needed: what never happened has no
+    line in the exposition."""
+
+    def __init__(self, metrics: GatewayMetrics, operation: str, model: str) -> None:
+        """`model`: the label."""
+        self._metrics = metrics
+        self._both = (operation, model)
+        self._model = model
+
+    @cached_property
+    def duration(self) -> Spread:
+        return self._metrics.duration.labels(*self._both)
+
+    @cached_property
+    def first_token(self) -> Spread:
+        return self._metrics.first_token.labels(*self._both)
+
+    @cached_property
+    def per_token(self) -> Spread:
+        return self._metrics.per_token.labels(*self._both)
+
+    @cached_property
+    def answered(self) -> Tally:
+        """Turns that ended with status 200."""
+        return self._metrics.turns.labels(*self._both, "200")
+
+    @cached_property
+    def prompt_tokens(self) -> Tally:
+        return self._metrics.prompt_tokens.labels(self._model)
+
+    @cached_property
+    def cached_tokens(self) -> Tally:
+        return self._metrics.cached_tokens.labels(self._model)
+
+    @cached_property
+    def promised_tokens(self) -> Tally:
+        return self._metrics.promised_tokens.labels(self._model)
+
+    @cached_property
+    def completion_tokens(self) -> Tally:
+        return self._metrics.completion_tokens.labels(self._model)
+
+    def failed(self, status: int) -> None:
+        """A turn ended with this status."""
+        self._metrics.turns.labels(*self._both, str(status)).inc()
 
 
 class GatewayMetrics:
@@ -125,12 +174,21 @@ class GatewayMetrics:
         self.stages = StageTimes()
         self.registry.register(_StagesCollector(self.stages))
         self._models: set[str] = set()
+        self._turns: dict[tuple[str, str], TurnCounts] = {}
         self._workers: set[str] = set()
         ProcessCollector(registry=self.registry)
 
     def model_label(self, model: str) -> str:
         """The label of a model; beyond a few dozen names they are all "other"."""
         return _bounded(self._models, model, _MAX_MODELS)
+
+    def of_turns(self, operation: str, model: str) -> TurnCounts:
+        """What turns of an operation and a model count in."""
+        label = self.model_label(model)
+        counts = self._turns.get((operation, label))
+        if counts is None:
+            counts = self._turns[operation, label] = TurnCounts(self, operation, label)
+        return counts
 
     def worker_label(self, worker: str) -> str:
         """The same for worker names, which come and go with autoscaling."""

@@ -45,8 +45,7 @@ class TurnSpan:
         clock: Callable[[], float],
     ) -> None:
         self._metrics = metrics
-        self._operation = operation
-        self._model = metrics.model_label(turn.model)
+        self._counts = metrics.of_turns(operation, turn.model)
         self._carrier = carrier
         self._span = span
         self._clock = clock
@@ -55,7 +54,7 @@ class TurnSpan:
         self._matched_tokens = 0
         self._receipts: list[Receipt] = []
         self._ended = False
-        metrics.in_flight.inc()
+        metrics.in_flight.value += 1
 
     def trace_headers(self) -> dict[str, str]:
         """W3C headers to send to the worker: this span as parent, or the caller's context when spans are off."""
@@ -129,7 +128,7 @@ class TurnSpan:
         if self._first_token is None and not self._ended:
             self._first_token = self._clock()
             seconds = self._first_token - self._began
-            self._metrics.first_token.labels(self._operation, self._model).observe(seconds)
+            self._counts.first_token.observe(seconds)
             if self._span is not None:
                 self._span.set({"gen_ai.response.time_to_first_chunk": seconds})
                 self._span.event("gen_ai.first_token", {})
@@ -148,15 +147,15 @@ class TurnSpan:
         """The turn was answered. Tokens are summed over its prompts and choices; `counted` False: for another request."""
         if self._ended:
             return
-        metrics, model = self._metrics, self._model
+        counts = self._counts
         if counted:
-            metrics.prompt_tokens.labels(model).inc(prompt_tokens)
-            metrics.cached_tokens.labels(model).inc(cached_tokens)
-            metrics.promised_tokens.labels(model).inc(self._matched_tokens)
-            metrics.completion_tokens.labels(model).inc(completion_tokens)
+            counts.prompt_tokens.value += prompt_tokens
+            counts.cached_tokens.value += cached_tokens
+            counts.promised_tokens.value += self._matched_tokens
+            counts.completion_tokens.value += completion_tokens
         if self._first_token is not None and completion_tokens > 1:
             seconds = (self._clock() - self._first_token) / (completion_tokens - 1)
-            metrics.per_token.labels(self._operation, model).observe(seconds)
+            counts.per_token.observe(seconds)
         if self._span is not None:
             self._span.set(
                 {
@@ -184,9 +183,12 @@ class TurnSpan:
         self._ended = True
         if self._span is not None:
             self._span.set(route_outcome(self._receipts))
-        self._metrics.in_flight.dec()
-        self._metrics.turns.labels(self._operation, self._model, str(status)).inc()
-        self._metrics.duration.labels(self._operation, self._model).observe(self._clock() - self._began)
+        self._metrics.in_flight.value -= 1
+        if status == 200:
+            self._counts.answered.value += 1
+        else:
+            self._counts.failed(status)
+        self._counts.duration.observe(self._clock() - self._began)
         if self._span is not None:
             self._span.end(failure)
 

@@ -25,7 +25,9 @@ import xxhash
 from gateway.apis.codec import Answer, AnswerIdentity
 from gateway.turn import SessionRef, TurnError
 from gateway.turns.config import TurnsConfig
-from gateway.turns.shared import EventBudget, Reader, Settle, SharedTurn, Start
+from gateway.turns.kept_events import EventBudget
+from gateway.turns.reader import Reader
+from gateway.turns.shared import Settle, SharedTurn, Start
 from sessions.identity import GROUPING_SOURCES, SOURCES, bounded_key
 
 IDEMPOTENCY_KEY = "Idempotency-Key"

@@ -39,6 +39,7 @@ class Connection(asyncio.Protocol):
         self._body: list[bytes] = []
         self._buffered = 0
         self._error: BrokenExchangeError | None = None
+        self._ending: asyncio.TimerHandle | None = None
         self._busy = False
         self._heard = False
         self._keep = False
@@ -96,10 +97,15 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
         return data
 
-    def release(self) -> None:
-        """The caller has what it wanted. The connection is used again if the answer has ended, else dropped."""
-        if self.complete and not self._body:
+    def release(self, within: float = 0.0) -> None:
+        """The caller has what it wanted. The connection is used again if the answer has ended, or does so within so many
+        seconds without another byte of its body; else it is dropped."""
+        if self._body:
+            self.close()
+        elif self.complete:
             self._free()
+        elif within and self._error is None:
+            self._ending = self._loop.call_later(within, self.close)
         else:
             self.close()
 
@@ -125,6 +131,10 @@ class Connection(asyncio.Protocol):
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self.fail(f"it does not speak HTTP: {error}")
+        if self._ending is not None and (self.complete or self._body):
+            self._ending.cancel()
+            self._ending = None
+            self.release()
         self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -196,6 +206,9 @@ class Connection(asyncio.Protocol):
 
     def _drop(self) -> None:
         transport, self._transport = self._transport, None
+        if self._ending is not None:
+            self._ending.cancel()
+            self._ending = None
         self._parser = None  # they refer to each other
         if transport is not None:
             transport.abort()

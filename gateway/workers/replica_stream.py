@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 
 import msgspec
@@ -51,15 +50,8 @@ class ReplicaStream:
         if not self._ended or self._chunks or self._partial.strip() or self._bad is not None:
             self.close()
             return
-        if not self._connection.complete:
-            # The end of the body comes right behind the last chunk.
-            try:
-                async with asyncio.timeout(_END_OF_BODY_SECONDS):
-                    if await self._connection.read():
-                        self.close()
-            except (TimeoutError, BrokenExchangeError):
-                self.close()
-        self._connection.release()
+        # The end of the body comes right behind the last chunk.
+        self._connection.release(within=_END_OF_BODY_SECONDS)
         self._given_back = True
 
     async def _read(self) -> None:

@@ -76,8 +76,18 @@ class DecayedHistogram:
 
     def quantiles(self, shares: Sequence[float]) -> tuple[float, ...] | None:
         """Durations below which these shares (ascending, 0 to 1) lie; None when it is empty. Independent of the time."""
-        low, weights = self._low, self._weights[self._low : self._high]
+        weights = self._weights[self._low : self._high]
+        return self._quantiles(weights, math.fsum(weights), shares)
+
+    def summary(self, now: float, shares: Sequence[float]) -> tuple[float, tuple[float, ...] | None]:
+        """`weight` and `quantiles`."""
+        weights = self._weights[self._low : self._high]
         total = math.fsum(weights)
+        return total / self._factor(now), self._quantiles(weights, total, shares)
+
+    def _quantiles(self, weights: array[float], total: float, shares: Sequence[float]) -> tuple[float, ...] | None:
+        """`weights`: of the buckets from `_low` on, which sum to `total`."""
+        low = self._low
         if total <= 0:
             return None
         below = list(accumulate(weights))

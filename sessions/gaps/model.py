@@ -7,6 +7,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sessions.gaps.histogram import MAX_SECONDS, DecayedHistogram, bucket_of
 from sessions.identity import bounded_key
@@ -14,8 +15,12 @@ from sessions.identity import bounded_key
 NO_TOOL = ""
 """Stands for turns that called nothing: the gap is a person's, or another agent's."""
 
+_NONE = (NO_TOOL,)
+
 ALL_TOOLS = "\x00"
 """Stands for the tools of a tenant together; no tool can be called so, as names are printable here."""
+
+_SHARES = (0.5, 0.9)
 
 MAX_CALLS = 64
 """Names of one turn that are looked at."""
@@ -45,8 +50,7 @@ class GapConfig:
             raise ValueError(f"gaps.min_weight must be at least 0, not {self.min_weight}")
 
 
-@dataclass(frozen=True, slots=True)
-class GapPrediction:
+class GapPrediction(NamedTuple):
     """When a session will be back, in seconds after the end of its turn: half of the time before `p50`, nine times of ten
     before `p90`. `weight`: gaps that say so. `basis`: the tool's own (`tool`), or all of the tenant's (`tenant`)."""
 
@@ -163,13 +167,13 @@ class ToolGapModel:
         known = self._tools.get((tenant, name))
         if known is not None:
             self._tools.move_to_end((tenant, name))
-            weight = known.histogram.weight(now)
+            weight, found = known.histogram.summary(now, _SHARES)
             if weight >= self._config.min_weight or name == NO_TOOL:
-                return _prediction(known.histogram, weight, "tool")
+                return _prediction(weight, found, "tool")
         together = self._tools.get((tenant, ALL_TOOLS)) if name != NO_TOOL else None
         if together is None:
             return None
-        return _prediction(together.histogram, together.histogram.weight(now), "tenant")
+        return _prediction(*together.histogram.summary(now, _SHARES), "tenant")
 
     def _to_blame(self, tenant: str, names: tuple[str, ...]) -> tuple[str, ...]:
         if len(names) == 1:
@@ -212,12 +216,13 @@ class ToolGapModel:
             del self._per_tenant[key[0]]
 
 
-def _prediction(histogram: DecayedHistogram, weight: float, basis: str) -> GapPrediction | None:
-    found = histogram.quantiles((0.5, 0.9))
+def _prediction(weight: float, found: Sequence[float] | None, basis: str) -> GapPrediction | None:
     return GapPrediction(found[0], found[1], weight, basis) if found is not None else None
 
 
 def _names(tools: Iterable[str]) -> tuple[str, ...]:
     """Each once, bounded in length and number."""
+    if not tools:
+        return _NONE
     names = tuple(dict.fromkeys(bounded_key(name) for name in tools if name))[:MAX_CALLS]
-    return names or (NO_TOOL,)
+    return names or _NONE

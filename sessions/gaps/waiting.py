@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from sessions.gaps.histogram import MAX_SECONDS
 
@@ -13,8 +13,7 @@ MAX_SKEW = 1.0
 """Seconds by which two gateways' wall clocks may part without a gap being thrown away for it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Away:
+class Away(NamedTuple):
     """A session came back after `seconds` from a turn that called `tools` and ended at `ended_at` (Unix seconds)."""
 
     seconds: float

@@ -1,19 +1,27 @@
-"""Tool-call turns of the bundled trajectories, with guessed and forced tokens and without: passes a token, and the same text.
+"""Tool-call turns of the bundled trajectories, with forced and guessed tokens and with a pass for every token: passes and time.
 
-    python -m tests.benchmarks.bench_speculation [--turns 20] [--dtype float32] [--draft 8] [--temperature 0]
+    python -m tests.benchmarks.bench_speculation [--turns 52] [--dtype float32] [--draft 8] [--temperature 0] [--batch 16]
 
-The embedded model answers each turn that was answered with a call, under the tools' grammar, from the recorded history. Both
-sides run on the same machine, one after the other; printed are forward passes for each generated token (a pass that computes
-several is one), how many of the guesses came true, and whether all texts are the same.
+The embedded model answers each turn that was answered with a call, under the tools' grammar, from the recorded history. Two
+gateways with a replica each stand side by side, and every turn is asked of both, one after the other, so that both meet the
+machine as it is. The plain side guesses nothing and is asked for log-probabilities, for which every token takes a pass. Printed
+are forward passes for each generated token and seconds of decoding, trace by trace, and whether all texts are the same.
+
+Then --batch turns at once, several times on both sides, neither asked for log-probabilities: beyond --max-draft-batch nothing
+is guessed, and the rates should be the same.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
-import re
+import statistics
 import sys
-from dataclasses import dataclass
+import time
+from collections import defaultdict
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,101 +34,159 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from live_gateway import serve
 
 BUNDLED = Path(__file__).parents[2] / "traces" / "bundled"
+SIDES = ("plain", "guessing")
 
 
 @dataclass
-class Side:
-    """What one engine did."""
+class Figures:
+    """What one side did."""
 
-    answers: list[Any]
-    counts: dict[str, float]
+    turns: int = 0
+    tokens: float = 0
+    passes: float = 0
+    seconds: float = 0.0
+    counts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def add(self, before: dict[str, Any], after: dict[str, Any], seconds: float) -> None:
+        """The first token of each answer comes from its prompt's pass, which counts as one."""
+        self.turns += 1
+        self.tokens += after["generated_tokens_total"] - before["generated_tokens_total"]
+        self.passes += 1 + after.get("decode_passes_total", 0) - before.get("decode_passes_total", 0)
+        self.seconds += seconds
+        for name in ("drafted", "accepted", "forced"):
+            self.counts[name] += after.get(f"{name}_tokens_total", 0) - before.get(f"{name}_tokens_total", 0)
 
     @property
-    def tokens(self) -> float:
-        return self.counts["generated_tokens"]
-
-    @property
-    def passes_a_token(self) -> float:
-        """The first token of each answer comes from its prompt's pass."""
-        return (self.counts["decode_passes"] + len(self.answers)) / self.tokens
+    def each(self) -> float:
+        return self.passes / self.tokens
 
 
-def turns(limit: int) -> list[dict[str, Any]]:
-    """Requests of the turns that were answered with calls."""
-    found = []
+def turns(limit: int) -> list[tuple[str, dict[str, Any]]]:
+    """Trace and request of turns that were answered with calls: the first ones of every trace, about `limit` in all."""
+    traces: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for entry in index_files(expand_paths([BUNDLED])):
-        found += [
-            {"messages": turn.messages, "tools": list(turn.tools), "tool_choice": "required"}
-            for turn in entry.read()
-            if turn.line.assistant.get("tool_calls")
-        ]
-    step = max(len(found) // limit, 1)
-    return found[::step][:limit]
+        for turn in entry.read():
+            if turn.line.assistant.get("tool_calls"):
+                request = {"messages": turn.messages, "tools": list(turn.tools), "tool_choice": "required"}
+                traces[turn.line.session].append(request)
+    most = -(-limit // len(traces)) if limit else None
+    return [(trace, request) for trace, requests in traces.items() for request in requests[:most]]
 
 
-def play(requests: list[dict[str, Any]], draft: int, dtype: str, temperature: float) -> Side:
-    """All of them on one replica, one at a time."""
-    options = ("--engine", f"max-draft-tokens={draft}", "--dtype", dtype, "--replicas", 1, "--log-level", "warning")
-    answers = []
-    with serve(*options) as served, httpx2.Client(base_url=served.url, timeout=600) as client:
-        before = None
-        for number, request in enumerate([requests[0], *requests]):
-            body = {**request, "temperature": temperature, "seed": 1, "max_tokens": 160}
-            reply = client.post("/v1/chat/completions", json=body)
+class Side:
+    """A gateway and its replica."""
+
+    def __init__(self, stack: ExitStack, draft: int, dtype: str, *, plain: bool) -> None:
+        options = ("--engine", f"max-draft-tokens={draft}", "--engine", "num-blocks=3000", "--dtype", dtype)
+        self.url = stack.enter_context(serve(*options, "--replicas", 1, "--log-level", "warning")).url
+        self._client = stack.enter_context(httpx2.Client(base_url=self.url, timeout=600))
+        address = self._client.get("/workers").json()["data"][0]["url"]
+        uds = address.removeprefix("unix:") if address.startswith("unix:") else None
+        transport = httpx2.HTTPTransport(uds=uds) if uds else None
+        self._replica = stack.enter_context(
+            httpx2.Client(base_url="http://replica" if uds else address, transport=transport, timeout=30)
+        )
+        self._plain = plain
+
+    def stats(self) -> dict[str, Any]:
+        return self._replica.get("/v1/stats").json()
+
+    def ask(self, request: dict[str, Any], temperature: float) -> tuple[Any, float]:
+        """The answer, and seconds from its first token to its last."""
+        body = {**request, "temperature": temperature, "seed": 1, "max_tokens": 128, "stream": True}
+        if self._plain:
+            body["logprobs"] = True
+        calls: dict[int, list[str]] = defaultdict(lambda: ["", ""])
+        text, first, last = "", None, 0.0
+        with self._client.stream("POST", "/v1/chat/completions", json=body) as reply:
             reply.raise_for_status()
-            if number == 0:
-                before = counts(served)  # the first one compiles the grammar
-                continue
-            message = reply.json()["choices"][0]["message"]
-            calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
-            answers.append((message["content"], calls))
-            print(f"draft {draft}: {number} of {len(requests)}", end="\r", file=sys.stderr)
-        after = counts(served)
-    return Side(answers, {name: after[name] - (before or {}).get(name, 0.0) for name in after})
+            for line in reply.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                for choice in json.loads(line[6:])["choices"]:
+                    delta = choice["delta"]
+                    text += delta.get("content") or ""
+                    for call in delta.get("tool_calls") or ():
+                        calls[call["index"]][0] += call["function"].get("name") or ""
+                        calls[call["index"]][1] += call["function"].get("arguments") or ""
+                last = time.perf_counter()
+                first = last if first is None else first
+        return (text, sorted(calls.items())), last - (first or last)
 
 
-def counts(served: Any) -> dict[str, float]:
-    """Of the replica: asked over the worker protocol, at the address that the gateway knows."""
-    with httpx2.Client(base_url=served.url, timeout=30) as client:
-        address = client.get("/workers").json()["data"][0]["url"]
-    transport = httpx2.HTTPTransport(uds=address.removeprefix("unix:")) if address.startswith("unix:") else None
-    with httpx2.Client(base_url="http://replica" if transport else address, transport=transport, timeout=30) as replica:
-        text = replica.get("/metrics").text
-    found = re.findall(r"^turnkeep_engine_(\w+?)(?:_total)?(?:\{[^}]*\})? (\S+)$", text, re.MULTILINE)
-    return {name: float(value) for name, value in found}
+async def together(url: str, requests: list[dict[str, Any]]) -> float:
+    """Tokens a second of so many at once."""
+
+    async def one(client: httpx2.AsyncClient, request: dict[str, Any]) -> int:
+        body = {**request, "temperature": 0.0, "max_tokens": 96}
+        reply = await client.post("/v1/chat/completions", json=body)
+        reply.raise_for_status()
+        return int(reply.json()["usage"]["completion_tokens"])
+
+    async with httpx2.AsyncClient(base_url=url, timeout=600) as client:
+        began = time.perf_counter()
+        counts = await asyncio.gather(*(one(client, request) for request in requests))
+        return sum(counts) / (time.perf_counter() - began)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--turns", type=int, default=52, help="0: all")
     parser.add_argument("--draft", type=int, default=8)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
-    requests = turns(arguments.turns)
-    plain = play(requests, 0, arguments.dtype, arguments.temperature)
-    guessing = play(requests, arguments.draft, arguments.dtype, arguments.temperature)
-    same = sum(one == other for one, other in zip(plain.answers, guessing.answers, strict=True))
-    result = {
-        "turns": len(requests),
-        "same_answers": same,
-        "tokens": guessing.tokens,
-        "passes_a_token_without": plain.passes_a_token,
-        "passes_a_token": guessing.passes_a_token,
-        "fewer_passes": plain.passes_a_token / guessing.passes_a_token,
-        "drafted": guessing.counts["drafted_tokens"],
-        "accepted": guessing.counts["accepted_tokens"],
-        "forced": guessing.counts["forced_tokens"],
-        "forced_without_drafts": plain.counts["forced_tokens"],
-    }
-    if arguments.json:
-        print(json.dumps(result))
-        return
-    print(f"{len(requests)} turns, {guessing.tokens:.0f} tokens, {same} answers the same.")
-    print(f"Passes a token: {plain.passes_a_token:.3f} with forced tokens alone, {guessing.passes_a_token:.3f} with guesses")
-    print(f"({1 / guessing.passes_a_token:.2f} x fewer than one for each). Drafted {result['drafted']:.0f}, ", end="")
-    print(f"accepted {result['accepted']:.0f}, forced {result['forced']:.0f}.")
+    chosen = turns(arguments.turns)
+    with ExitStack() as stack:
+        sides = {
+            "plain": Side(stack, 0, arguments.dtype, plain=True),
+            "guessing": Side(stack, arguments.draft, arguments.dtype, plain=False),
+        }
+        traces: dict[str, dict[str, Figures]] = defaultdict(lambda: {side: Figures() for side in SIDES})
+        same = 0
+        for number, (trace, request) in enumerate(chosen):
+            answers = []
+            for name in SIDES if number % 2 else reversed(SIDES):
+                before = sides[name].stats()
+                answer, seconds = sides[name].ask(request, arguments.temperature)
+                traces[trace][name].add(before, sides[name].stats(), seconds)
+                answers.append(answer)
+            same += answers[0] == answers[1]
+            print(f"{number + 1} of {len(chosen)}, {same} the same", end="\r", file=sys.stderr)
+        whole = {side: Figures() for side in SIDES}
+        print(f"{'trace':24} turns tokens  passes a token: plain  guessing   fewer   decoding: faster")
+        for trace, figures in traces.items():
+            show(trace, figures)
+            for side in SIDES:
+                for name in ("turns", "tokens", "passes", "seconds"):
+                    setattr(whole[side], name, getattr(whole[side], name) + getattr(figures[side], name))
+                for name, count in figures[side].counts.items():
+                    whole[side].counts[name] += count
+        show("all", whole)
+        counts = whole["guessing"].counts
+        print(f"{same} of {len(chosen)} answers the same; ", end="")
+        print(", ".join(f"{name} {count:.0f}" for name, count in counts.items()))
+        if arguments.batch:
+            requests = [request for _, request in chosen[: arguments.batch]]
+            ratios = []
+            for number in range(arguments.rounds + 1):
+                rates = {}
+                for name in SIDES if number % 2 else reversed(SIDES):
+                    rates[name] = asyncio.run(together(sides[name].url, requests))
+                if number:  # the first fills the caches
+                    ratios.append(rates["guessing"] / rates["plain"])
+                    print(f"{len(requests)} at once: {rates['plain']:.1f} and {rates['guessing']:.1f} tokens a second")
+            print(f"{len(requests)} at once, with guesses allowed / not: {statistics.median(ratios):.3f} x (median of pairs)")
+
+
+def show(name: str, figures: dict[str, Figures]) -> None:
+    plain, guessing = figures["plain"], figures["guessing"]
+    print(
+        f"{name:24} {guessing.turns:5} {guessing.tokens:6.0f} {plain.each:22.3f} {guessing.each:9.3f} "
+        f"{plain.each / guessing.each:6.2f} x {plain.seconds / max(guessing.seconds, 1e-9):15.2f} x"
+    )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from tests.offload.conftest import BLOCK
 
 SLOTS = 16
 BLOCKS = 12
-FOREIGN = digest_of(77)
+FOREIGN, OTHER_CODEC = digest_of(77), digest_of(78)
 
 
 def flip_bits(content: bytearray, random: random.Random) -> None:
@@ -78,8 +78,9 @@ def stale_data(place: Path, random: random.Random, saved: Path) -> None:
 
 
 def foreign_namespace(place: Path, random: random.Random, saved: Path) -> None:
+    """Of another model, or of another codec, which has blocks of the same names and length."""
     for name in random.choice((("data",), ("records",), ("data", "records"))):
-        shutil.copy(place.parent / FOREIGN.hex() / name, place / name)
+        shutil.copy(place.parent / random.choice((FOREIGN, OTHER_CODEC)).hex() / name, place / name)
 
 
 def zeroed(place: Path, random: random.Random, saved: Path) -> None:
@@ -121,6 +122,8 @@ def test_a_thousand_corruptions_on_disk_give_no_wrong_block(disk: Callable[..., 
     chance = random.Random(2)
     foreign = disk(slots=SLOTS, key=FOREIGN)
     foreign.store([outgoing(number + 2 * BLOCKS, BLOCK) for number in range(BLOCKS)])
+    other = disk(slots=SLOTS, key=OTHER_CODEC)
+    other.store([outgoing(number, BLOCK)._replace(payload=payload_of(number + 50, BLOCK)) for number in range(BLOCKS)])
     saved = tmp_path / "saved"
     hit = dict.fromkeys(KINDS, 0)
     store = disk(slots=SLOTS)
@@ -154,23 +157,43 @@ def test_a_thousand_corruptions_on_disk_give_no_wrong_block(disk: Callable[..., 
     assert all(count > 5 for count in hit.values()), f"a kind of damage that did none tests nothing: {hit}"
 
 
-def test_a_thousand_flipped_bits_in_memory_give_no_wrong_block(arena: Callable[..., HostArena]) -> None:
+def damage_slot(tier: HostArena, foreign: HostArena, number: int, kind: str, chance: random.Random) -> None:
+    """Damages what the arena has of a block."""
+    place, theirs = tier.table.find(digest_of(number)), foreign.table.find(digest_of(number))
+    other = tier.table.find(digest_of((number + 1 + chance.randrange(BLOCKS - 1)) % BLOCKS))
+    assert place is not None
+    assert theirs is not None
+    assert other is not None
+    content = tier.slot(place)
+    if kind == "bit":
+        content[chance.randrange(BLOCK)] ^= 1 << chance.randrange(8)
+    elif kind == "cut":
+        content[chance.randrange(BLOCK) :] = 0
+    elif kind == "swapped":
+        content[:] = tier.slot(other)
+    elif kind == "stale":
+        # The books name a block that was here once, and another one lies here now.
+        content[:] = payload_of(number + 1000, BLOCK)
+    elif kind == "foreign":
+        # The same block of another codec, whole, with the checksum that it has there.
+        content[:] = foreign.slot(theirs)
+        tier.table.columns.at_checksum[place.slot] = theirs.checksum
+    elif kind == "checksum":
+        tier.table.columns.at_checksum[place.slot] ^= 1 << chance.randrange(64)
+    else:
+        tier.table.columns.at_length[place.slot] ^= 1 << chance.randrange(12)
+
+
+def test_a_thousand_corruptions_in_memory_give_no_wrong_block(arena: Callable[..., HostArena]) -> None:
     chance = random.Random(3)
-    tier, sibling = arena(slots=SLOTS), arena(slots=SLOTS)
-    for _ in range(1000):
+    tier, sibling, foreign = arena(slots=SLOTS), arena(slots=SLOTS), arena(slots=SLOTS, key=FOREIGN)
+    # Whose blocks have the same names, and other bytes.
+    foreign.store([outgoing(number, BLOCK)._replace(payload=payload_of(number + 50, BLOCK)) for number in range(BLOCKS)])
+    kinds = ("bit", "cut", "swapped", "stale", "foreign", "checksum", "length")
+    for round_ in range(1000):
         tier.store([outgoing(number, BLOCK) for number in range(BLOCKS)])
         number = chance.randrange(BLOCKS)
-        place = tier.table.find(digest_of(number))
-        assert place is not None
-        what = chance.randrange(3)
-        if what == 0:
-            tier.slot(place)[chance.randrange(BLOCK)] ^= 1 << chance.randrange(8)
-        elif what == 1:
-            other = tier.table.find(digest_of((number + 1) % BLOCKS))
-            assert other is not None
-            tier.slot(place)[:] = tier.slot(other)
-        else:
-            tier.table.columns.at_checksum[place.slot] ^= 1 << chance.randrange(64)
+        damage_slot(tier, foreign, number, kinds[round_ % len(kinds)], chance)
         healed = sibling.figures().healed
         assert sound_blocks(sibling) == [block for block in range(BLOCKS) if block != number]
         assert sibling.figures().healed == healed + 1

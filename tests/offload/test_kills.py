@@ -7,19 +7,33 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
-from offload.slot_layout import FREE, H_REBUILT, H_RECLAIMED, WRITING
-from tests.offload.killed_worker import SLOTS, one_round, open_tiers, work
+from offload.slot_layout import FREE, H_EVICTED, H_REBUILT, H_RECLAIMED, WRITING
+from tests.offload.killed_worker import DOINGS, SLOTS, doing, one_round, open_tiers, work
 
 
-def kill_some(directory: Path, kills: int, seed: int) -> tuple[int, int, int]:
-    """Returns blocks that were right, tables that had to be rebuilt, slots that dead processes had held."""
+class Killed(NamedTuple):
+    """right: blocks that were read. rebuilt: tables whose books were in the middle of a change. reclaimed: slots that dead
+    processes had held. doing: in the middle of what they were killed."""
+
+    right: int
+    rebuilt: int
+    reclaimed: int
+    evicted: int
+    doing: Counter[str]
+
+
+def kill_some(directory: Path, kills: int, seed: int) -> Killed:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.offload.killed_worker"])
     chance = random.Random(seed)
     tiers = open_tiers(directory)
     right = 0
+    killed_in: Counter[str] = Counter()
+    does = doing(directory)
     try:
         for number in range(kills):
             started = context.Event()
@@ -33,22 +47,30 @@ def kill_some(directory: Path, kills: int, seed: int) -> tuple[int, int, int]:
             os.kill(child.pid, signal.SIGKILL)
             child.join()
             assert child.exitcode == -signal.SIGKILL, "it found a wrong block before it was killed"
+            killed_in[DOINGS[does[0]]] += 1
             right += one_round(tiers, chance)
             for tier in tiers:
                 tier.check_integrity()
                 assert tier.table.count(WRITING) == 0, "a slot is lost"
                 assert tier.table.count() + tier.table.count(FREE) == SLOTS
-        rebuilt = sum(tier.table.counter(H_REBUILT) for tier in tiers)
-        return right, rebuilt, sum(tier.table.counter(H_RECLAIMED) for tier in tiers)
+        rebuilt, reclaimed, evicted = (
+            sum(tier.table.counter(word) for tier in tiers) for word in (H_REBUILT, H_RECLAIMED, H_EVICTED)
+        )
+        return Killed(right, rebuilt, reclaimed, evicted, killed_in)
     finally:
         for tier in tiers:
             tier.close()
 
 
 def test_two_hundred_kills_lose_nothing_and_siblings_read_nothing_wrong(tmp_path: Path) -> None:
-    right, rebuilt, reclaimed = kill_some(tmp_path, kills=200, seed=7)
-    assert right > 1000
-    assert rebuilt + reclaimed > 0, "kills that hit nobody at work test nothing"
+    killed = kill_some(tmp_path, kills=200, seed=7)
+    assert killed.right > 1000
+    assert killed.evicted > 1000
+    assert killed.doing.total() == 200
+    # Kills that hit nobody at work test nothing. A store makes room first: most evictions happen in it.
+    assert min(killed.doing[what] for what in ("store", "evict", "load")) >= 5, killed.doing
+    assert killed.rebuilt > 0
+    assert killed.reclaimed > 0
 
 
 def test_after_a_kill_of_all_the_next_one_finds_both_tiers_whole(tmp_path: Path) -> None:

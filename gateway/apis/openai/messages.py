@@ -54,11 +54,12 @@ class Message(msgspec.Struct, frozen=True):
     refusal: str | None = None
 
 
-def normalise(messages: list[Message], warnings: list[str]) -> tuple[Mapping[str, Any], ...]:
-    """Messages as `gateway.turn.Turn` wants them. Adds to `warnings` what was left out. Raises TurnError 400."""
-    if not messages:
+def normalise(messages: list[Message], warnings: list[str], *, start: int = 0) -> tuple[Mapping[str, Any], ...]:
+    """Messages as `gateway.turn.Turn` wants them. Adds to `warnings` what was left out. `start`: how many come before them.
+    Raises TurnError 400."""
+    if not messages and not start:
         raise bad_field("messages", "at least one message is needed")
-    return tuple([_message(message, position, warnings) for position, message in enumerate(messages)])
+    return tuple([_message(message, position, warnings) for position, message in enumerate(messages, start)])
 
 
 def _message(message: Message, position: int, warnings: list[str]) -> dict[str, Any]:

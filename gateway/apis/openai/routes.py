@@ -63,7 +63,7 @@ class OpenAIRoutes:
         router.add_post("/detokenize", self.detokenize)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        arrival, session, warnings = await self._arrivals.turn(request)
+        arrival, session, warnings = await self._arrivals.turn(request, conversation=True)
         if self._passthrough is not None and self._passthrough.takes(arrival.body):
             return await self._passthrough.deliver(arrival, session, "/v1/chat/completions", "chat")
         model = self._find_model(arrival)
@@ -124,14 +124,17 @@ class OpenAIRoutes:
         self, arrival: Arrival, session: SessionRef, model: ServedModel, warnings: list[str]
     ) -> tuple[Turn, ChatOptions]:
         with self._pipeline.telemetry.stages.spent("parse"):
-            return parse_chat(
-                dict(arrival.body),
+            turn, options = parse_chat(
+                arrival.body,
                 model=model,
                 session=session,
                 request_id="chatcmpl-" + secrets.token_hex(16),
                 max_choices=self._http.max_choices,
                 warnings=warnings,
+                seen=arrival.seen,
             )
+            self._arrivals.remember(arrival, turn)
+        return turn, options
 
     def _completion_turn(
         self, arrival: Arrival, session: SessionRef, model: ServedModel, warnings: list[str]

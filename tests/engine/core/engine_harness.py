@@ -19,7 +19,8 @@ torch.set_num_threads(1)
 def make_engine(model, *, num_blocks=256, max_model_len=None, forward=None, sampler=None, **settings):
     names = ("grammars", "detokenizer", "drafters", "clock", "eviction", "graph_capture", "offload")
     extra = {name: settings.pop(name) for name in names if name in settings}
-    settings = {"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64} | settings
+    # Who waits for whom is looked at by itself (test_session_scheduling.py).
+    settings = {"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64, "policy": "fcfs"} | settings
     return Engine(
         EngineConfig(model=Path("tiny"), **settings),
         model,

@@ -5,6 +5,7 @@ import pytest
 import torch
 from engine_harness import Driver, generate, make_engine, random_prompt
 from hypothesis import given, settings
+from tokenizers import Tokenizer
 
 from engine.forward import LayeredForward
 from engine.kernels.reference import ReferenceAttention
@@ -16,6 +17,8 @@ from engine.speculation.draft_model import DraftModel
 from engine.speculation.ngram_drafter import NGramDrafter
 from engine.speculation.worth import Worth
 from grammar.compiler import GrammarCompiler
+from grammar.detokenizer import Detokenizer
+from offload.config import OffloadConfig
 
 EOS = 2
 SCHEMA = (
@@ -43,9 +46,9 @@ def other(tiny_checkpoint):
 
 
 @pytest.fixture(scope="module")
-def compiler(checkpoint, model):
+def texts(checkpoint, model):
     made = GrammarCompiler(checkpoint / "tokenizer.json", model.spec.vocab_size, (EOS,))
-    yield made
+    yield {"grammars": made, "detokenizer": Detokenizer(Tokenizer.from_file(str(checkpoint / "tokenizer.json")))}
     made.close()
 
 
@@ -129,6 +132,7 @@ asks = st.fixed_dictionaries(
         "logit_bias": st.sampled_from([{}, {7: 5.0, 200: -100.0}]),
         "n": st.sampled_from([1, 1, 2]),
         "stop_token_ids": st.sampled_from([(), tuple(range(40, 60))]),
+        "stop": st.sampled_from([(), (), ("a",), ("1", "true")]),
         "min_tokens": st.sampled_from([0, 0, 5]),
         "ignore_eos": st.booleans(),
         "logprobs": st.sampled_from([None, None, 2]),
@@ -150,10 +154,10 @@ asks = st.fixed_dictionaries(
     caching=st.booleans(),
 )
 def test_whoever_drafts_everybody_gets_the_same_tokens(
-    model, other, compiler, mix, who, tokens, batch, blocks, draft_blocks, budget, aborts, caching
+    model, other, texts, mix, who, tokens, batch, blocks, draft_blocks, budget, aborts, caching
 ):
     """All parameters and grammars, few blocks in both pools, small steps, requests that come and go at any time."""
-    plain, expected = make_engine(model, max_draft_tokens=0, grammars=compiler), {}
+    plain, expected = make_engine(model, max_draft_tokens=0, **texts), {}
     for number, (seed, length, ask, _) in enumerate(mix):
         driver = Driver(plain)
         driver.add("only", random_prompt(seed, length), seed=number, **ask)
@@ -161,7 +165,7 @@ def test_whoever_drafts_everybody_gets_the_same_tokens(
     drafter = draft_model(other if who == "other" else model, model, num_blocks=draft_blocks, tokens=tokens, step=budget)
     engine = make_engine(
         model,
-        grammars=compiler,
+        **texts,
         num_blocks=blocks,
         max_num_batched_tokens=budget,
         max_draft_batch=batch,
@@ -200,6 +204,32 @@ def test_whoever_drafts_everybody_gets_the_same_tokens(
     if who == "self" and draft_blocks >= 60 and not any(ask["grammar"] for _, _, ask, _ in mix):
         for one in engine.stats().drafters:
             assert one.accepted_tokens_total == one.drafted_tokens_total
+
+
+def test_tokens_are_exact_where_the_models_blocks_come_from_a_tier(model, tmp_path):
+    """The draft model has no tier: what it lost it computes again, while the model loads."""
+    plain = make_engine(model, max_draft_tokens=0)
+    prompts = [random_prompt(seed, 60) for seed in range(6)]
+    expected = [generate(plain, prompt, max_tokens=20)[0] for prompt in prompts]
+    drafter = draft_model(model, model, num_blocks=40)
+    offload = OffloadConfig(host_bytes=64 << 20, load="always", shared_memory=tmp_path)
+    engine = make_engine(model, num_blocks=60, drafters=[drafter], offload=offload)
+    driver = Driver(engine)
+    for turn in range(3):
+        for number, prompt in enumerate(prompts):
+            driver.add(f"{turn}-{number}", prompt, max_tokens=20)
+        while engine.has_work() or engine.stats().loading:
+            if engine.has_work():
+                driver.step()
+        driver.assert_idle()
+        assert_empty(drafter)
+        assert engine.wait_for_tiers(60)
+        engine.clear_cache()
+    for (turn, number), tokens in {(t, n): expected[n] for t in range(3) for n in range(len(prompts))}.items():
+        assert driver.seen[f"{turn}-{number}"].tokens[0] == tokens
+    assert sum(engine._tiers.loaded_blocks.values()) > 20
+    assert engine.stats().accepted_tokens_total > 0
+    engine.close()
 
 
 def test_a_draft_model_that_breaks_costs_guesses_only(model):
@@ -286,3 +316,28 @@ def load_model_like(model):
             return -model.decoder.logits(hidden)
 
     return SimpleNamespace(decoder=Opposite(), spec=model.spec)
+
+
+@pytest.mark.slow
+def test_the_embedded_model_drafts_for_itself(smollm2_dir):
+    """Greedy in float32, three chats at once in a pool that preempts: the tokens of one that guesses nothing, and few guesses
+    that do not come true (a pass of several rows sums in another order)."""
+    smollm2 = load_model(smollm2_dir, dtype=torch.float32)
+    tokenizer = Tokenizer.from_file(str(smollm2_dir / "tokenizer.json"))
+    chats = ("What is the capital of France?", "List three prime numbers.", "Write a haiku about the sea.")
+    prompts = [tokenizer.encode(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n").ids for text in chats]
+    settings = {"block_size": 16, "max_model_len": 256}
+    drafter = draft_model(smollm2, smollm2, num_blocks=32, block_size=16)
+    plain = make_engine(smollm2, num_blocks=64, max_draft_tokens=0, **settings)
+    engine = make_engine(smollm2, num_blocks=10, drafters=[drafter], **settings)
+    tokens = []
+    for one in (plain, engine):
+        driver = Driver(one)
+        for number, prompt in enumerate(prompts):
+            driver.add(str(number), prompt, max_tokens=24)
+        tokens.append([driver.run()[str(number)].tokens[0] for number in range(3)])
+    assert tokens[0] == tokens[1]
+    (ours,) = engine.stats().drafters
+    assert ours.drafted_tokens_total > 15
+    assert ours.accepted_tokens_total > 0.95 * ours.drafted_tokens_total
+    assert_empty(drafter)

@@ -80,7 +80,9 @@ def test_hints_of_sessions_that_nobody_knows_are_ignored(model):
 def test_turns_of_sessions_that_began_earlier_go_first_and_nobody_waits_for_ever(model):
     import msgspec
 
-    engine = make_engine(model, num_blocks=64, max_num_seqs=1, max_num_batched_tokens=64, policy="sessions", overtakes=6)
+    engine = make_engine(
+        model, num_blocks=64, max_num_seqs=1, max_num_batched_tokens=64, policy="sessions", door=None, overtakes=6
+    )
     driver = Driver(engine)
 
     def add(name: str, session: str | None) -> None:

@@ -110,6 +110,26 @@ def test_the_cheapest_session_pauses_and_goes_on_when_there_is_room(model):
     assert driver.engine.stats().pauses_total == 1
 
 
+@pytest.mark.parametrize("crowded", [False, True])
+def test_turns_of_sessions_that_began_earlier_go_first_while_somebody_waits(model, crowded):
+    driver = make(model, low=0.8, max_num_seqs=1, num_blocks=64)
+    for name in "ab":
+        add(driver, f"{name}1", name, random_prompt(ord(name), 32))
+        drive(driver)
+    if crowded:
+        add(driver, "c1", "c", random_prompt(3, 200))
+        driver.step()
+        assert figures(driver)[0] == 1
+    add(driver, "free", None, random_prompt(9, 8), max_tokens=6)
+    driver.step()
+    for name in "ba":
+        add(driver, f"{name}2", name, random_prompt(ord(name), 40))
+    ended = []
+    while driver.engine.has_work():
+        ended += [name for name, chunk in driver.step() if type(chunk).__name__ == "Done"]
+    assert ended == (["free", "a2", "b2"] if crowded else ["free", "b2", "a2"])
+
+
 def test_a_turn_in_the_queue_goes_back_to_the_door_and_comes_again(model):
     driver = make(model, low=1.0, max_num_seqs=1)
     prompts = {name: random_prompt(ord(name), 110) for name in "abc"}
@@ -211,7 +231,7 @@ def test_replicas_that_share_a_tier_have_their_share_of_its_room(model, tmp_path
         engine.close()
     clock.now += 2.0
     assert first._capacity() == whole
-    first._tiers._stack.tiers[0]._until = float("inf")
+    first._tiers._stack.tiers[0]._reading.until = float("inf")
     assert first._capacity() == 16, "a tier that is out of use holds nothing"
     first.close()
 

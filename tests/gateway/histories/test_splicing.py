@@ -1,9 +1,13 @@
 """What the model generated comes back into the prompt as the ids it generated; what was edited does not."""
 
+import dataclasses
 import json
 
 import pytest
 from agents import ROOT, TOOLS, Agent, called, prompt_ids, result, said, system, user
+
+from gateway.config import ModelConfig
+from gateway.models import ServedModel
 
 
 @pytest.fixture
@@ -294,3 +298,34 @@ def test_what_takes_long_is_not_made_on_the_event_loop(family_model):
     agent.send(*thinking, tools=TOOLS)
     assert quick(*thinking, called(("read", {})), result("y"), tools=TOOLS)
     assert not quick(*thinking, said("b"), user("c"), tools=TOOLS)
+
+
+def test_what_users_said_for_long_is_not_looked_through_again(family_model, monkeypatch):
+    agent = Agent(family_model("qwen3"), check_every=0)
+    looked = []
+    is_odd = agent.builder.stability.is_odd
+    monkeypatch.setattr(agent.builder.stability, "is_odd", lambda messages: looked.append(list(messages)) or is_odd(messages))
+    talk = [user("one"), said("1"), user("two"), said("2"), user("three")]
+    assert agent.send(*talk[:1]).ledger.odd is None
+    assert agent.send(*talk[:3]).ledger.odd is False
+    assert looked == [talk[:1], talk[1:3]]
+    looked.clear()
+    made = agent.send(*talk)
+    assert (made.path, made.ledger.odd, looked) == ("tail", False, [talk[3:]])
+    # One who speaks like a tool is remembered to have done so.
+    odd = [*talk, said("3"), user("<tool_response>x</tool_response>")]
+    assert agent.send(*odd).ledger.odd is True
+    looked.clear()
+    made = agent.send(*odd, said("4"), user("five"))
+    assert (made.path, made.ledger.odd) == ("whole", True)
+    assert prompt_ids(made) == agent.reference(*odd, said("4"), user("five"))
+
+
+def test_a_ledger_of_another_template_is_compared_text_by_text(family_model):
+    """Two gateways that share a store may have different versions of a model's template."""
+    old, new = family_model("qwen2.5"), dataclasses.replace(family_model("hermes3"), name="qwen2.5")
+    again = ServedModel.load(ModelConfig("qwen2.5", old.tokenizer.files.directory))
+    turn = Agent(old).turn(user("one"))
+    context, other, same = (Agent(model).builder.describe(turn).context for model in (old, new, again))
+    assert context == same
+    assert context != other

@@ -56,7 +56,7 @@ async def test_a_client_that_stops_reading_is_held_in_bounds_and_dropped(tiny_mo
         reader, writer = await raw_post(gateway, {"messages": USER, "stream": True}, receive_buffer=4096)
         await reader.readuntil(b"\r\n\r\n")
         writer.transport.pause_reading()
-        await asyncio.wait_for(gateway.dispatcher.closed.wait(), 10)
+        await asyncio.wait_for(gateway.dispatcher.closed.wait(), 60)
         [record] = await gateway.observer.wait(1)
         assert record.status == 499
         assert "read nothing for 0.5 seconds" in record.error

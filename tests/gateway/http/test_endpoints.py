@@ -1,5 +1,7 @@
 import asyncio
+import json
 
+import aiohttp
 import pytest
 from gateway_harness import run_gateway
 
@@ -189,3 +191,26 @@ async def test_rendered_prompts_are_those_that_workers_get(gateway):
     assert [entry["token_ids"] for entry in plain] == [[1, 2], [3]]
     refused = await gateway.json("/v1/chat/completions/render", {"model": "tiny"}, status=400)
     assert refused["error"]["param"] == "messages"
+
+
+async def test_a_body_in_any_number_of_pieces(tiny_model):
+    """One piece for each byte, which are more than are kept apart, and a long conversation that comes in several reads."""
+    async with run_gateway(tiny_model) as gateway, aiohttp.ClientSession() as http:
+        url = gateway.url + "/v1/chat/completions/render"
+        headers = {"Content-Type": "application/json"}
+        text = json.dumps({"messages": [{"role": "user", "content": "a" * 800}]}).encode()
+
+        async def crumbs():
+            for at in range(len(text)):
+                yield text[at : at + 1]
+
+        rendered = []
+        for body in (crumbs(), text):
+            async with http.post(url, data=body, headers=headers) as response:
+                assert response.status == 200
+                rendered.append((await response.json())["token_ids"])
+        assert rendered[0] == rendered[1]
+        long = json.dumps({"messages": [{"role": "user", "content": "b" * 3}] * 30_000}).encode()
+        async with http.post(url, data=long, headers=headers) as response:
+            assert response.status == 400
+            assert (await response.json())["error"]["code"] == "context_length_exceeded"

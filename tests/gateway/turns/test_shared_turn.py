@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from gateway.choices import ChoiceDelta, ChoiceEnd
 from gateway.turn import TurnError
-from gateway.turns.shared import Begun, EventBudget, SharedTurn
+from gateway.turns.kept_events import EventBudget
+from gateway.turns.shared import Begun, SharedTurn
 from grammar.deltas import TextDelta
 
 TOTAL = 10**6
@@ -204,7 +205,7 @@ async def test_the_last_one_to_leave_while_it_starts_ends_the_start():
 
     shared = SharedTurn(start, None, budget=EventBudget(1000), max_bytes=1000, keep=True)
     one, two = shared.read(), shared.read()
-    waiting = asyncio.create_task(shared.begun())
+    waiting = asyncio.create_task(one.begun())
     await soon()
     waiting.cancel()
     with suppress(asyncio.CancelledError):
@@ -261,4 +262,4 @@ async def test_an_answer_is_made_small_only_when_its_connections_are_closed():
     await asyncio.gather(leaving, return_exceptions=True)
     await soon()
     assert order == ["closed", "released"]
-    assert (await shared.begun()).running is turn
+    assert shared.begun().running is turn
