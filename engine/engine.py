@@ -85,6 +85,7 @@ class Engine:
         eviction: EvictionPolicy | None = None,
         graph_capture: GraphCapture | None = None,
         offload: OffloadConfig | None = None,
+        tiers: Callable[[BlockPool], Offloading] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`num_blocks` and `max_model_len` are decided (engine.kv_memory); those of `config` are not looked at.
@@ -93,7 +94,8 @@ class Engine:
         not know. None: every step runs eagerly.
 
         drafters: who guesses tokens, one asked after the other (None: n-grams of the sequence alone). grammars and detokenizer
-        (an empty one) are None for a model without a tokenizer. offload: the tiers below the device.
+        (an empty one) are None for a model without a tokenizer. offload: the tiers below the device; tiers: what
+        makes them otherwise.
         Raises ValueError for a model whose KV cannot be paged (engine.kv_layout.KVLayout), and TierUnavailable for a codec that
         does not fit its KV.
         """
@@ -121,7 +123,9 @@ class Engine:
             # What computed a block decides on its last bits, and blocks may outlive this process.
             computed_by = namespace_digest({"namespace": namespace.hex(), "forward": type(forward).__qualname__})
             stack = open_tiers(offload, computed_by, shape, config.model_name or config.model.name, available_memory)
-            self._tiers = Offloading(stack, pool, device_blocks(kv), offload, shape, clock)
+            self._tiers = Offloading.over(stack, pool, device_blocks(kv), offload, shape, clock)
+        elif tiers is not None:
+            self._tiers = tiers(pool)
         self._prefill = PrefillCost() if self._tiers is None else self._tiers.prefill
         self._sessions = SessionBlocks(pool, self._tiers, clock=clock)
         self._prefetching = self._sessions.prefetching
@@ -412,6 +416,8 @@ class Engine:
         copies = [copy for item in plan.scheduled for copy in item.copies]
         self._chooser.begin(plan)
         self._cancelling.begin(item.sequence.request.request_id for item in plan.scheduled)
+        if self._tiers is not None:
+            self._tiers.computing(True)
         try:
             logits = self._runner.run(batch, rows, copies)
         except BaseException:
@@ -419,6 +425,8 @@ class Engine:
             raise
         finally:
             self._cancelling.end()
+            if self._tiers is not None:
+                self._tiers.computing(False)
         for item in plan.scheduled:
             self._in_flight.computed(item.sequence, item.known)
             item.sequence.request.decode_passes += not item.is_prefill

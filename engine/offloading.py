@@ -8,7 +8,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
+from engine.movers import MakeMovers, Movers
 from engine.request import Sequence as EngineSequence
 from gateway.workers.protocol import TierStats
 from offload.codecs import BlockShape, make_codec
@@ -27,6 +29,8 @@ from prefix_cache.hashing import BlockHash
 _OVERHEAD = 0.002
 """Seconds that a load takes beside its blocks: two threads wake up, and the step that waits ends first."""
 
+_TYPICAL_CONTEXT = 2048
+_LEAST_TOKENS = 64
 _STATS_AGE = 1.0
 _PATIENCE = 0.05
 _LEAST_PATIENCE = 0.05
@@ -54,16 +58,18 @@ class Offloading:
         self,
         stack: TierStack,
         pool: BlockPool,
-        device: DeviceBlocks,
-        config: OffloadConfig,
-        shape: BlockShape,
+        movers: MakeMovers,
+        block_bytes: int,
+        *,
+        always: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """block_bytes: of a block in the tiers. always: load what is there, whatever that takes."""
         self.prefill = PrefillCost()
         self.loaded_blocks: dict[str, int] = {}
         self.abandoned_loads = 0
-        self._block_bytes = make_codec(config.codec, shape).encoded_bytes
-        self._always = config.load == "always"
+        self._block_bytes = block_bytes
+        self._always = always
         self._stack = stack
         self._pool = pool
         self._clock = clock
@@ -71,8 +77,27 @@ class Offloading:
         self._stats_at = float("-inf")
         self._on_news: Callable[[], None] = _nothing
         self._loading: dict[int, _Load] = {}
-        self._transfers = Transfers(stack.tiers, device, pool.generations, config.codec, shape, self._news)
-        self._keeper = TierKeeper(stack.tiers, stack.mirrors, self._news, lambda: bool(self._loading))
+        made = movers(self._news, lambda: bool(self._loading))
+        self._transfers, self._keeper = made.mover, made.keeper
+
+    @classmethod
+    def over(
+        cls,
+        stack: TierStack,
+        pool: BlockPool,
+        device: DeviceBlocks,
+        config: OffloadConfig,
+        shape: BlockShape,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> Self:
+        """With threads that move the blocks of `device`."""
+
+        def movers(on_news: Callable[[], None], is_waiting: Callable[[], bool]) -> Movers:
+            mover = Transfers(stack.tiers, device, pool.generations, config.codec, shape, on_news)
+            return Movers(mover, TierKeeper(stack.tiers, stack.mirrors, on_news, is_waiting))
+
+        encoded = make_codec(config.codec, shape).encoded_bytes
+        return cls(stack, pool, movers, encoded, always=config.load == "always", clock=clock)
 
     def on_news(self, callback: Callable[[], None]) -> None:
         """`callback` is called on other threads when a step would find something new."""
@@ -83,21 +108,12 @@ class Offloading:
     def plan(self, sequence: EngineSequence, found: int, count: int) -> int:
         """How many of the blocks `found` to `count - 1` of a sequence to load: those that are there, as far as loading them is
         faster than computing them. Changes nothing."""
-        wanted = sequence.digests[found:count]
-        seconds: list[float] = []
-        while len(seconds) < len(wanted):
-            for tier in self._stack.tiers:
-                here = tier.prefix(wanted[len(seconds) :])
-                if here:
-                    seconds.extend([tier.cost.seconds] * here)
-                    break
-            else:
-                break
-        if not seconds:
-            return 0
-        if self._always:
+        seconds = self._load_seconds(sequence.digests[found:count])
+        if not seconds or self._always:
             return len(seconds)
-        queue = sum(load.ticket.expected_seconds for load in self._loading.values())
+        # The shortest load goes first.
+        own = sum(seconds)
+        queue = sum(min(self._left(load), own) for load in self._loading.values())
         computing = self.prefill.of_blocks(found, len(seconds), self._pool.block_size)
         return split_point(seconds, computing.tolist(), _OVERHEAD + queue)
 
@@ -105,10 +121,42 @@ class Offloading:
         """Starts to load the blocks of a sequence's table from `first` on."""
         blocks = sequence.table.blocks[first:]
         digests = sequence.digests[first : first + len(blocks)]
-        expected = self.prefill.of_blocks(first, len(blocks), self._pool.block_size).sum()
-        ticket = LoadTicket(digests, blocks, min(float(expected), len(blocks) * self._slowest()))
+        ticket = LoadTicket(digests, blocks, sum(self._load_seconds(digests)))
         self._loading[id(sequence)] = _Load(sequence, ticket, first, self._clock())
         self._transfers.load(ticket)
+
+    def _load_seconds(self, digests: Sequence[BlockHash]) -> list[float]:
+        """What each of `digests` takes, from the fastest tier that has it, up to the first that none has."""
+        seconds: list[float] = []
+        while len(seconds) < len(digests):
+            for tier in self._stack.tiers:
+                here = tier.prefix(digests[len(seconds) :])
+                if here:
+                    seconds.extend([tier.cost.seconds] * here)
+                    break
+            else:
+                break
+        return seconds
+
+    def _stalled(self, ticket: LoadTicket, seconds: float) -> None:
+        """The block that a load waited for in vain has taken so long: what never comes would never be measured otherwise."""
+        if ticket.loaded == len(ticket.blocks):
+            return
+        waited_for = ticket.digests[ticket.loaded]
+        tier = next((tier for tier in self._stack.tiers if tier.prefix((waited_for,))), None)
+        if tier is not None and seconds > tier.cost.seconds:
+            tier.cost.took(1, seconds)
+
+    def _left(self, load: _Load) -> float:
+        """Seconds of loading that a load has still before it, as was expected."""
+        ticket = load.ticket
+        return ticket.expected_seconds * (1 - ticket.loaded / len(ticket.blocks))
+
+    @property
+    def is_fast(self) -> bool:
+        """True when the fastest tier brings a block in less time than computing it takes."""
+        fastest = next((tier for tier in self._stack.tiers if tier.is_available), None)
+        return fastest is not None and fastest.cost.seconds < self.prefill.seconds(_TYPICAL_CONTEXT, self._pool.block_size)
 
     def reach(self, digests: Sequence[BlockHash]) -> int:
         """How many of `digests`, counted from the first, can be brought onto the device now, from the fastest tier."""
@@ -120,6 +168,15 @@ class Offloading:
         ticket = LoadTicket(digests, blocks, 0.0)
         self._transfers.fetch(ticket)
         return ticket
+
+    def tokens_meanwhile(self, most: int) -> int:
+        """Tokens of prompts to compute in a step, `most` at most, so that it does not keep the load that is done first waiting
+        for long."""
+        left = min(map(self._left, self._loading.values()), default=None)
+        if left is None:
+            return most
+        each = self.prefill.seconds(_TYPICAL_CONTEXT, 1)
+        return min(most, max(_LEAST_TOKENS, int(left / each)))
 
     def cancel(self, sequence: EngineSequence) -> None:
         """Calls the load of a sequence off: when this returns its blocks are not written to any more."""
@@ -136,6 +193,7 @@ class Offloading:
             loaded = ticket.cancel()
             if id(ticket) not in done:
                 self.abandoned_loads += 1
+                self._stalled(ticket, self._clock() - load.progressed_at)
             for tier, blocks in dict(ticket.by_tier).items():
                 self.loaded_blocks[tier] = self.loaded_blocks.get(tier, 0) + blocks
             del self._loading[key]
@@ -155,6 +213,10 @@ class Offloading:
         return len(self._loading)
 
     # Storing, and what blocks are worth.
+
+    def computing(self, is_computing: bool) -> None:
+        """A step begins to compute, or has ended."""
+        self._transfers.computing(is_computing)
 
     def store(self, filled: Sequence[Filled]) -> None:
         """These blocks are full and computed."""
@@ -256,9 +318,6 @@ class Offloading:
             return True
         elapsed = now - load.began_at
         return elapsed > _LEAST_PATIENCE and loaded > 0 and elapsed / loaded * left > computing
-
-    def _slowest(self) -> float:
-        return max((tier.cost.seconds for tier in self._stack.tiers), default=0.0)
 
     def _news(self) -> None:
         self._on_news()

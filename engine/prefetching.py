@@ -42,6 +42,10 @@ _USEFUL_FOR = 600.0
 class Fetching(Protocol):
     """What brings blocks (engine.offloading)."""
 
+    @property
+    def is_fast(self) -> bool:
+        """True when bringing a block takes less than computing it."""
+
     def reach(self, digests: Sequence[BlockHash]) -> int:
         """How many of `digests`, counted from the first, can be fetched now."""
 
@@ -231,7 +235,8 @@ class Prefetching:
         first = len(self._pool.lookup(digests))
         wanted = digests[first:]
         count = self._tiers.reach(wanted)
-        threshold = plan.expected + _MARGIN * max(0.0, plan.expected - now)
+        # Whom a slow fetch displaces may be worth more than what it brings in time.
+        threshold = plan.expected + _MARGIN * max(0.0, plan.expected - now) if self._tiers.is_fast else float("inf")
         blocks = self._pool.allocate_spare(count, threshold) if count else []
         if not blocks:
             # It is here already, or there is no room, or nothing that could be fetched yet.

@@ -26,6 +26,9 @@ from engine.request import Request, Sequence, Status
 from engine.speculation.drafts import Draft
 from engine.speculation.speculator import Speculator
 
+_LOOKED_AT = 4
+"""Sequences at the head of the queue that are looked at for something to load."""
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
@@ -140,6 +143,10 @@ class Scheduler:
         comes only from an empty scheduler, or while blocks are being loaded."""
         draft = _Draft(self._max_num_batched_tokens, self._max_num_seqs)
         started = self._take_arrived(now)
+        if self._tiers is not None:
+            self._begin_loads(self._tiers)
+            # Whoever is being loaded joins between two steps, so that this one should not take much longer than the load.
+            draft.budget = self._tiers.tokens_meanwhile(draft.budget)
         for decoding in (True, False):
             for sequence in tuple(self.running):
                 if draft.budget > 0 and sequence.status is Status.RUNNING and sequence.decodes == decoding:
@@ -209,30 +216,51 @@ class Scheduler:
                     break
                 continue
             loads = 0 if self._tiers is None else self._tiers.plan(sequence, len(found), self._cache.count_to_match(sequence))
-            if not loads and draft.budget <= 0:
-                break  # a load takes none of the step
-            self._dequeue(sequence)
-            self._cache.attach(sequence, found)
             if self._tiers is not None and loads:
-                self._begin_load(self._tiers, sequence, loads)
-            else:
+                self._load(self._tiers, sequence, found, loads)
+            elif draft.budget > 0:
+                self._dequeue(sequence)
+                self._cache.attach(sequence, found)
                 self._start(sequence, now, started)
                 self._continue(sequence, draft)
+            else:
+                break  # a load takes none of the step
             slots += sequence.slots
             promised += sequence.slots + self._cache.shortfall(sequence, sequence.remaining)
         return started
+
+    def _begin_loads(self, tiers: Offloading) -> None:
+        """Lets those in the queue who have something to load begin with it, before anything is computed: as far as there is
+        room beside those who are before them."""
+        held = (*self.running, *self.loading)
+        slots = sum(sequence.slots for sequence in held)
+        promised = slots + sum(self._cache.shortfall(sequence, sequence.remaining) for sequence in held)
+        pool = self._cache.pool
+        for sequence in self.waiting[:_LOOKED_AT]:
+            found = self._cache.match(sequence)
+            needed = self._cache.blocks_for(sequence.num_tokens) - len(found) + pool.unreferenced(found)
+            slots += sequence.slots
+            if slots > self._max_num_seqs or needed + promised > pool.num_available:
+                return
+            loads = tiers.plan(sequence, len(found), self._cache.count_to_match(sequence))
+            if loads:
+                needed = sequence.slots + self._load(tiers, sequence, found, loads)
+            promised += needed
 
     def _finds_room(self, blocks: int) -> bool:
         """True when something that nobody waits for has given blocks back, up to `blocks` of them."""
         return self._give_way is not None and self._give_way(blocks)
 
-    def _begin_load(self, tiers: Offloading, sequence: Sequence, count: int) -> None:
-        """A tier has more of the sequence, and it is worth loading: it waits for that in a state of its own."""
-        first = len(sequence.table)
+    def _load(self, tiers: Offloading, sequence: Sequence, found: list[int], count: int) -> int:
+        """Lets a sequence from the queue wait in a state of its own for what a tier has behind what was `found`. Returns how
+        many blocks it will need when that is here."""
+        self._dequeue(sequence)
+        self._cache.attach(sequence, found)
         self._cache.begin_load(sequence, count)
         sequence.status = Status.LOADING
         self.loading.append(sequence)
-        tiers.begin(sequence, first)
+        tiers.begin(sequence, len(found))
+        return self._cache.shortfall(sequence, sequence.remaining)
 
     def _take_arrived(self, now: float) -> list[Request]:
         started: list[Request] = []

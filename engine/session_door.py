@@ -11,8 +11,9 @@ and all of them are computed again and again. So:
   The earliest session in progress never pauses.
 
 Nobody starves, and lack of room is no reason to do nothing. Who is first at the door goes in regardless when `overtakes` turns
-have passed since the last one did; when nothing is in progress; and when the engine has stood idle for as long as it takes to
-compute again what has to go for it, so that no more is lost by computing again than would be by waiting.
+have passed since the last one did; when nothing is in progress; and when the engine is idle, and has been lately for as long as
+it takes to compute again what has to go for it. Idleness is saved and spent: no more is lost by computing again than was lost
+by doing nothing.
 
 After Continuum (arXiv 2511.02230: program-level first come, first served; time to live from the expected return) and
 ThunderAgent (arXiv 2602.13692: programs pause, those first that are cheapest to bring back, and resume with hysteresis).
@@ -38,19 +39,23 @@ _BEYOND_P90 = 2.0
 class DoorConfig:
     """`low`, `high`: of what device and tiers hold: sessions begin and resume as long as they stay below `low`, and pause
     beyond `high`. `overtakes`: turns that pass before the first at the door goes in regardless. `patience`: seconds for which a
-    session counts as in progress between two turns when nobody says when it will be back."""
+    session counts as in progress between two turns when nobody says when it will be back. `most_idle`: seconds of idleness
+    that are remembered."""
 
     low: float = 0.6
     high: float = 1.0
     overtakes: int = 64
     patience: float = 60.0
+    most_idle: float = 10.0
 
     def __post_init__(self) -> None:
         """Raises ValueError, with a sentence."""
         if not 0 < self.low <= self.high:
             raise ValueError(f"low is {self.low} and high is {self.high}; it must be 0 < low <= high.")
-        if self.overtakes < 1 or not self.patience > 0:
-            raise ValueError(f"overtakes is {self.overtakes} and patience {self.patience}; they must be positive.")
+        if self.overtakes < 1:
+            raise ValueError(f"overtakes is {self.overtakes}; it must be at least 1.")
+        if not self.patience > 0 or not self.most_idle > 0:
+            raise ValueError(f"patience is {self.patience} and most_idle {self.most_idle}; they must be positive.")
 
 
 Rank = tuple[int, int, int, int]
@@ -116,7 +121,8 @@ class SessionDoor:
         self._waiting: list[Turn] = []
         self._by_id: dict[str, Turn] = {}
         self._passed = 0  # turns since the last one that went in from the door
-        self._since = 0.0  # when that was, or when the first of those at the door came
+        self._idle = 0.0  # seconds without computing that nobody has made use of
+        self._counted_to: float | None = None  # until when they are counted
         self._worked = 0.0  # seconds of computing since
         self._open = False
         self._next_end = float("inf")  # no session is gone before
@@ -158,9 +164,9 @@ class SessionDoor:
         insort(self._waiting, turn, key=_rank)
         self._by_id[turn.request_id] = turn
         if len(self._waiting) == 1:
-            self._restart(now)
+            self._passed = 0
         if self._waiting[0] is turn and self._has_room(turn):
-            self._goes(turn, now)
+            self._goes(turn)
             return True
         self.counts.held += 1
         return False
@@ -168,10 +174,11 @@ class SessionDoor:
     def let_in(self, now: float, *, idle: bool) -> list[Turn]:
         """Turns that may go to the queue now. `idle`: the engine has nothing to compute."""
         self._expire(now)
+        self._count_idleness(now)
         went: list[Turn] = []
         while self._waiting and self._may_go(self._waiting[0], idle and not went, now):
             turn = self._waiting[0]
-            self._goes(turn, now)
+            self._goes(turn)
             went.append(turn)
         return went
 
@@ -185,7 +192,8 @@ class SessionDoor:
         due = self._next_end - now
         price = self._price(turn, now) if idle else None
         if price is not None:
-            due = min(due, price - self._idled(now))
+            self._count_idleness(now)
+            due = min(due, min(price, self.config.most_idle) - self._idle)
         return max(0.0, due)
 
     def worked(self, seconds: float) -> None:
@@ -271,7 +279,8 @@ class SessionDoor:
             self.counts.overtaken += 1
             return True
         price = self._price(turn, now) if idle else None
-        if price is not None and self._idled(now) >= price:
+        if price is not None and self._idle >= min(price, self.config.most_idle):
+            self._idle = max(0.0, self._idle - price)
             self.counts.idle += 1
             return True
         return False
@@ -315,7 +324,7 @@ class SessionDoor:
 
     # The books.
 
-    def _goes(self, turn: Turn, now: float) -> None:
+    def _goes(self, turn: Turn) -> None:
         """From the door into the queue."""
         self.leaves(turn.request_id)
         if turn.session not in self._sessions:
@@ -323,14 +332,13 @@ class SessionDoor:
             if self._paused.pop(turn.session, None) is not None:
                 self.counts.resumed += 1
         self._enters(turn)
-        self._restart(now)
+        self._passed = 0
 
-    def _restart(self, now: float) -> None:
-        self._passed, self._since, self._worked = 0, now, 0.0
-
-    def _idled(self, now: float) -> float:
-        """Seconds without computing since somebody last went in."""
-        return now - self._since - self._worked
+    def _count_idleness(self, now: float) -> None:
+        if self._counted_to is not None:
+            idle = now - self._counted_to - self._worked
+            self._idle = min(self._idle + max(idle, 0.0), self.config.most_idle)
+        self._counted_to, self._worked = now, 0.0
 
     def _enters(self, turn: Turn) -> None:
         known = self._sessions[turn.session]

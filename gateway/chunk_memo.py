@@ -14,14 +14,13 @@ Around other white space (indentation, double spaces, space at a line's end) tex
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 
 _MAX_CHUNKS = 65_536
 _MAX_CHUNK = 32
-_FEW = 16
+_FEW = 8
 _INDENTED = 40
 _WHITE = " \t\n\r\f\v"
-_RUN = re.compile(r"\s{2,}|\s\Z", re.ASCII)
 _ALTERNATIVES = frozenset(
     (
         *("'s", "'t", "'re", "'ve", "'m", "'ll", "'d", "(?i:'s|'t|'re|'ve|'m|'ll|'d)"),
@@ -62,55 +61,52 @@ class ChunkMemo:
                 pass
             else:
                 return self._by_words(first) + known if first else known
-        parts: list[bytes] = []
-        at = 0
-        for start, end in _uncut(text):
-            parts.append(self._spaced(text[at:start]))
-            parts.append(self._by_words(text[start:end]))
-            at = end
-        parts.append(self._spaced(text[at:]))
-        return b"".join(parts)
+        return self._in_parts(text)
 
-    def _spaced(self, text: str) -> bytes:
-        """Of a text that may be cut at all of its spaces."""
-        if not text:
-            return b""
-        first, *chunks = text.split(" ")
+    def _in_parts(self, text: str) -> bytes:
+        """Where not everything is known, or there is other white space than single spaces."""
+        chunks = text.split(" ")
         found = list(map(self._known.get, chunks))
+        found[0] = None  # no space stands before it
         missing = [at for at, ids in enumerate(found) if ids is None]
-        many = len(missing) > _FEW and 4 * len(missing) > len(chunks)
-        if many:
+        if len(missing) > _FEW and len(missing) * 4 > len(chunks):
             # The expression finds all of them in less time; some are learnt, and the next time some more.
             ids = self._by_words(text)
-            missing = missing[:_FEW]
-        for at in missing:
-            chunk = chunks[at]
-            found[at] = self._by_words(" " + chunk)
-            self._add(chunk, found[at])
-        if many:
+            for at in missing[1 : _FEW + 1]:
+                if _may_cut(chunks, at) and _may_cut(chunks, at + 1):
+                    self._learn(chunks[at])
             return ids
-        before = self._by_words(first) if first else b""
-        return before + b"".join(found)  # type: ignore[arg-type]
+        parts: list[bytes] = []
+        done = 0
+        for at in missing:
+            if at < done:
+                continue
+            start, end = at, at + 1
+            while not _may_cut(chunks, start):
+                start -= 1
+            while not _may_cut(chunks, end):
+                end += 1
+            parts += found[done:start]  # type: ignore[arg-type]
+            if end - start == 1 and start:
+                parts.append(self._learn(chunks[at]))
+            else:
+                parts.append(self._by_words(" " * (start > 0) + " ".join(chunks[start:end])))
+            done = end
+        parts += found[done:]  # type: ignore[arg-type]
+        return b"".join(parts)
 
-    def _add(self, chunk: str, ids: bytes | None) -> None:
-        if ids is not None and 0 < len(chunk) <= _MAX_CHUNK:
+    def _learn(self, chunk: str) -> bytes:
+        ids = self._by_words(" " + chunk)
+        if len(chunk) <= _MAX_CHUNK:
             if len(self._known) >= _MAX_CHUNKS:
                 self._known.clear()
             self._known[chunk] = ids
+        return ids
 
 
-def _uncut(text: str) -> Iterator[tuple[int, int]]:
-    """Where white space is that is no single space, with what stands around it up to the next space that is one: positions of
-    the first character, and of the one after the last, which are spaces where they are not the ends of the text."""
-    start = end = -1
-    for run in _RUN.finditer(text):
-        if run.start() > end:
-            if end >= 0:
-                yield start, end
-            start = max(0, text.rfind(" ", max(0, end), run.start()))
-        end = text.find(" ", run.end())
-        if end < 0:
-            yield start, len(text)
-            return
-    if end >= 0:
-        yield start, end
+def _may_cut(chunks: Sequence[str], at: int) -> bool:
+    """Whether a single space stands before the chunk at `at`, between characters that are no white space; or nothing at all."""
+    if not 0 < at < len(chunks):
+        return True
+    before, after = chunks[at - 1], chunks[at]
+    return bool(before and after) and before[-1] not in _WHITE and after[0] not in _WHITE

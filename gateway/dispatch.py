@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 _MAX_BACKGROUND = 1000
 _MAX_MODELS = 1024
+_TOLD_AT_ONCE = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,7 @@ class PoolDispatcher:
         self._limits = Limits(config.max_attempts, config.max_migrations, config.resume_wait)
         self._freed: Callable[[], None] = lambda: None
         self._roomy: dict[str, Member] = {}
+        self._fresh: dict[str, int] = {}  # worker -> tokens that the router has not been told of
         self._telemetry = telemetry
         self._stages = telemetry.stages if telemetry is not None else StageTimes()
         self.index = ResidencyIndex(config.router.max_indexed_blocks, config.router.max_predicted_blocks)
@@ -130,6 +132,7 @@ class PoolDispatcher:
     def remove_worker(self, name: str) -> None:
         """Forgets a worker; its turns in flight go elsewhere or end with an error. Unknown names are ignored."""
         if self.pool.remove(name):
+            self._fresh.pop(name, None)
             self.router.forget(name)
 
     def drain(self, name: str, draining: bool) -> bool:
@@ -236,7 +239,7 @@ class PoolDispatcher:
                 place=place,
                 retried=self._retried,
                 abort_later=self._abort_later,
-                generated=self.router.generated,
+                generated=self._generated,
                 changed=self.pool.wait_changed,
                 migrated=self._migrated,
                 lost=self._lost,
@@ -298,6 +301,8 @@ class PoolDispatcher:
             members = [member for member in members if _goes_on(member, resumed_from)]
         if not members:
             raise self.pool.none_up(model)
+        if self._fresh:
+            self._tell_generated()
         info = members[0].info
         blocks = needed_blocks(tokens, output, info)
         # A worker that has no room left is none to choose, unless none has.
@@ -315,6 +320,17 @@ class PoolDispatcher:
         chosen = route.receipt.worker
         member = next(member for member in members if member.name == chosen)
         return Placement(member, route, member.books.open(tokens, route.receipt.matched_tokens, blocks))
+
+    def _generated(self, worker: str, tokens: int) -> None:
+        """Tokens come by ones and twos, and the router needs to know of them when it places the next turn."""
+        fresh = self._fresh[worker] = self._fresh.get(worker, 0) + tokens
+        if fresh >= _TOLD_AT_ONCE:
+            self._tell_generated()
+
+    def _tell_generated(self) -> None:
+        fresh, self._fresh = self._fresh, {}
+        for worker, tokens in fresh.items():
+            self.router.generated(worker, tokens)
 
     def _retried(self, worker: str) -> None:
         if self._telemetry is not None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from gateway.after_check import AfterCheck
 from gateway.choices import ChoiceDecoder, ChoiceState, TurnEvent
+from gateway.second_try import SecondTry
 from gateway.turn import Generation, Migration, Receipt, SessionRef, TurnError
 from gateway.workers.protocol import Chunk, Done, Finished, Tokens
 
@@ -52,55 +53,67 @@ class RunningTurn:
         *,
         warnings: Sequence[str] = (),
         after_check: AfterCheck | None = None,
+        second_try: SecondTry | None = None,
     ) -> None:
         """`decoders`: as many for each generation, in order. `usage`: with the prompts already counted. `session`: whose turn
         it is; for one that named none, the session it was recognised as. `ended` is told what was used when nothing of it runs
-        any more. `warnings`: what the caller has to know of the grammars; `after_check`: what is done because of them."""
+        any more. `warnings`: what the caller has to know of the grammars; `after_check`: what is done because of them;
+        `second_try`: and where that finds something wrong, for a turn whose answer nobody reads before it is whole."""
         self.session = session
         self.warnings = tuple(warnings)
         self._ended = ended
         self._after_check = after_check
+        self._second_try = second_try
         self._generations = tuple(generations)
         self._decoders = tuple(decoders)
+        self._choices = tuple([decoder.state for decoder in decoders])
+        self._alone = len(generations) == 1
         self._per_generation = len(decoders) // len(generations)
         self._cached = [0] * len(generations)
         self._completion = [0] * len(generations)
+        self._again = 0  # tokens of second tries
         self._prompt_tokens = usage.prompt_tokens
         self._seconds = [(0.0, 0.0)] * len(generations)
         self._cached_known = [True] * len(generations)
         self._closing: asyncio.Future[None] | None = None
         self._complete = False
-        self._released: tuple[tuple[Receipt, ...], tuple[ChoiceState, ...], tuple[Migration, ...]] | None = None
+        self._released: tuple[tuple[Receipt, ...], tuple[Migration, ...]] | None = None
 
     @property
     def receipts(self) -> tuple[Receipt, ...]:
         """Where the prompts went, in order."""
         if self._released is not None:
             return self._released[0]
-        return tuple(generation.receipt for generation in self._generations)
+        return tuple([generation.receipt for generation in self._generations])
 
     @property
     def migrations(self) -> tuple[Migration, ...]:
         """How generations changed workers after they had started, prompt by prompt."""
         if self._released is not None:
-            return self._released[2]
+            return self._released[1]
         return tuple(migration for generation in self._generations for migration in generation.migrations)
 
     @property
     def workers(self) -> str:
         """The workers' names, each once."""
+        if self._alone:
+            return self.receipts[0].worker
         return ",".join(dict.fromkeys(receipt.worker for receipt in self.receipts))
 
     @property
     def instances(self) -> str:
         """The workers' instance ids, each once; "" where one is not known."""
+        if self._alone:
+            return self.receipts[0].instance
         ids = dict.fromkeys(receipt.instance for receipt in self.receipts)
         return ",".join(ids) if all(ids) else ""
 
     @property
     def usage(self) -> Usage:
         """As known now; exact once `events` has ended."""
-        return Usage(self._prompt_tokens, sum(self._cached), sum(self._completion))
+        if self._alone:
+            return Usage(self._prompt_tokens, self._cached[0], self._completion[0] + self._again)
+        return Usage(self._prompt_tokens, sum(self._cached), sum(self._completion) + self._again)
 
     @property
     def cached_known(self) -> bool:
@@ -115,18 +128,16 @@ class RunningTurn:
     @property
     def choices(self) -> tuple[ChoiceState, ...]:
         """What the choices have said so far."""
-        if self._released is not None:
-            return self._released[1]
-        return tuple(decoder.state for decoder in self._decoders)
+        return self._choices
 
     @property
     def reasoning_tokens(self) -> int:
         """Of the generated tokens, those that were reasoning."""
-        return sum(choice.reasoning_tokens for choice in self.choices)
+        return sum([choice.reasoning_tokens for choice in self._choices])
 
     def release(self) -> None:
         """After the end: keeps what was said, where, and at what cost; prompts, connections and parsers go."""
-        self._released = (self.receipts, self.choices, self.migrations)
+        self._released = (self.receipts, self.migrations)
         self._generations, self._decoders = (), ()
 
     async def started(self) -> None:
@@ -148,7 +159,7 @@ class RunningTurn:
 
     async def events(self) -> AsyncGenerator[TurnEvent, None]:
         """Deltas and ends of the choices, as they come. Raises TurnError when a worker fails."""
-        if len(self._generations) == 1:
+        if self._alone:
             async for chunk in self._generations[0].chunks():
                 if type(chunk) is Tokens:  # nearly all of them
                     self._completion[0] += len(chunk.token_ids)
@@ -165,7 +176,7 @@ class RunningTurn:
                     else:
                         for event in await self._last_words(position, chunk):
                             yield event
-        if any(decoder.state.finish_reason is None for decoder in self._decoders):
+        if any(choice.finish_reason is None for choice in self._choices):
             raise TurnError(502, "worker_error", "The worker's answer ended before the generation did. Try again.")
         self._complete = True
 
@@ -178,14 +189,25 @@ class RunningTurn:
                 decoder = self._decoder(position, chunk.index)
                 delta, end = decoder.finish(chunk)
                 if self._after_check is not None:
-                    decoder.state.violations.extend(await self._after_check.of(decoder.state))
-                    end = replace(end, violations=tuple(decoder.state.violations))
+                    end = replace(end, violations=await self._checked(self._after_check, position, decoder.state))
                 return delta, end
             case Done():
                 self._cached[position], self._cached_known[position] = chunk.cached_tokens, chunk.cached_known
                 self._completion[position] = chunk.completion_tokens
                 self._seconds[position] = (chunk.prefill_seconds, chunk.decode_seconds)
         return ()
+
+    async def _checked(self, check: AfterCheck, position: int, state: ChoiceState) -> tuple[str, ...]:
+        """What a finished choice violates, or what it did that was replaced."""
+        found = await check.of(state)
+        if found.places and self._second_try is not None:
+            better, tokens = await self._second_try.of(position, state, found)
+            self._again += tokens
+            if better is not None:
+                self._choices = tuple([better if choice is state else choice for choice in self._choices])
+                return tuple(better.violations)
+        state.violations.extend(found.sentences)
+        return found.sentences
 
     async def aclose(self) -> None:
         """Ends the generations that still run, at once; idempotent. It comes to its end also when it is cancelled."""
@@ -211,7 +233,7 @@ class RunningTurn:
         return self._decoders[position * self._per_generation + index]
 
     async def _merged(self) -> AsyncGenerator[tuple[int, Chunk], None]:
-        if len(self._generations) == 1:
+        if self._alone:
             async for chunk in self._generations[0].chunks():
                 yield 0, chunk
             return

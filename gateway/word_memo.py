@@ -105,7 +105,7 @@ class WordMemo:
             return b"".join(map(self._known.__getitem__, words))
         except KeyError:
             found = list(map(self._known.get, words))
-        if sum(ids is None for ids in found) > _FEW:
+        if found.count(None) > _FEW:
             return self._learn(piece, words)
         return b"".join([self._ask(word) if ids is None else ids for word, ids in zip(words, found, strict=True)])
 

@@ -88,7 +88,10 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str], exempt: Sequence[tuple[str, str]] = (), after: str = "") -> None:
         if not all(stops) or not all(begin and end for begin, end in exempt):
             raise ValueError("Stop strings and the texts around exempt regions must not be empty.")
+        self._never = not stops
         self._stops = _Automaton(stops)
+        if self._never:
+            exempt, after = (), ""  # where nothing fires, it does not matter where it would not
         self._begins = _Automaton(begin for begin, _ in exempt)
         ends: dict[str, _Automaton] = {}
         for begin, end in exempt:
@@ -121,6 +124,8 @@ class StopMatcher:
         """
         if self._finished or self._matched is not None:
             return "", self._matched
+        if self._never:
+            return text, None
         self._held += text
         base = self._read + len(text) - len(self._held)  # position of the first held character
         index = 0
@@ -229,6 +234,8 @@ class TextStream:
 
     def feed(self, token_ids: Sequence[int]) -> tuple[str, str | None]:
         """More tokens. Returns the text that can be given out now, and the stop string that matched."""
+        if not self._unarmed:
+            return self._matcher.feed(self._detokenizer.feed(token_ids))
         unarmed = min(self._unarmed, len(token_ids))
         self._unarmed -= unarmed
         text = ""

@@ -1,7 +1,8 @@
 """The threads that move blocks between the device and the tiers, while the engine computes.
 
-Loads come in batches, one ticket a request, tier by tier: what host memory does not have is read from disk, verified, put into
-host memory too, and copied to the device. Stores are copied to host memory as blocks fill, and written to disk behind that.
+Loads come in batches, one ticket a request, the shortest first, and all loaders work at one. What host memory does not have is
+read from disk, verified, put into host memory too, and copied to the device. Stores are copied to host memory as blocks fill,
+and written to disk behind that.
 A block may be given up and overwritten while it is copied: its generation tells, and then the copy is not kept. So neither a
 store nor a load ever holds up the engine, and a block that waits to be stored is not held for it.
 """
@@ -22,7 +23,7 @@ from offload.checksum import Bytes
 from offload.codecs import BlockShape, Codec, CodecName, make_codec
 from offload.device import DeviceBlocks
 from offload.guard import GuardedTier
-from offload.tickets import LoadTicket
+from offload.tickets import LANES, LoadTicket
 from offload.tier import Outgoing
 from prefix_cache.events import HOST
 from prefix_cache.hashing import BlockHash
@@ -30,10 +31,12 @@ from prefix_cache.hashing import BlockHash
 logger = logging.getLogger(__name__)
 
 _STORE_BATCH = 16
+_STORE_SHARE = 0.03
+_LONGEST_SPARING = 0.5
 _MAX_STORES = 16_384
 _MAX_WRITES = 65_536
 _MAX_STAGED_BYTES = 64 << 20
-_LOADERS = 2
+_AGE = 1.0
 _USEFUL_FOR = 600.0
 _WAIT = 0.05
 
@@ -98,9 +101,9 @@ class Transfers:
         self._promoted: OrderedDict[BlockHash, float] = OrderedDict()
         self._finished: deque[LoadTicket] = deque()
         self._busy = 0
-        self._loading = 0
+        self._is_computing = False
+        self._backlog = max(_STORE_BATCH, len(generations) // 8)
         work: list[tuple[str, deque[Any], Callable[[_Worker], None]]] = [
-            *[("load", self._loads, self._load_next)] * _LOADERS,
             ("fetch", self._fetches, self._fetch_next),
             ("store", self._stores, self._store_next),
             ("promote", self._promotions, self._promote_next),
@@ -108,6 +111,9 @@ class Transfers:
         ]
         self._threads = [
             threading.Thread(target=self._run, args=(queue, step), name=f"kv-{name}", daemon=True) for name, queue, step in work
+        ]
+        self._threads += [
+            threading.Thread(target=self._run_loads, args=(lane,), name="kv-load", daemon=True) for lane in range(LANES)
         ]
         make_codec(codec, shape)  # raises here what it would raise on each thread
         for thread in self._threads:
@@ -126,6 +132,10 @@ class Transfers:
         with self._condition:
             self._fetches.append(ticket)
             self._condition.notify_all()
+
+    def computing(self, is_computing: bool) -> None:
+        """A step begins, or has ended: while one runs, stores leave it nearly all of the processor."""
+        self._is_computing = is_computing
 
     def store(self, filled: Sequence[Filled]) -> None:
         """Has full blocks stored, when there is time. The oldest are dropped when too many wait."""
@@ -200,27 +210,55 @@ class Transfers:
                     if not self._busy:
                         self._condition.notify_all()
 
-    def _load_next(self, worker: _Worker) -> None:
-        with self._condition:
-            ticket = _take(self._loads)
-            if ticket is None:
-                return
-            self._loading += 1
-        try:
-            self._load(ticket, worker)
-        finally:
+    def _run_loads(self, lane: int) -> None:
+        """Works at the load that is done soonest, together with the other loaders."""
+        worker = _Worker(make_codec(self._codec, self._shape), lane)
+        while True:
             with self._condition:
-                self._loading -= 1
-                self._condition.notify_all()
-            ticket.done = True
-            self._finished.append(ticket)
+                while (ticket := self._next_load()) is None and not self._closing:
+                    self._condition.wait()
+                if ticket is None or self._closing:
+                    return
+                is_first = ticket.enter()
+                self._busy += 1
+            try:
+                if is_first:
+                    self._announce(ticket)
+                self._load(ticket, worker)
+            except Exception:
+                logger.exception("a load failed")
+                ticket.lacks(0)
+            finally:
+                self._loaded(ticket)
+
+    def _next_load(self) -> LoadTicket | None:
+        """The one with the fewest blocks left, or one that has waited for `_AGE` seconds. None: there is nothing to do."""
+        open_ones = [ticket for ticket in self._loads if ticket.left or ticket.is_deserted]
+        if not open_ones:
+            return None
+        oldest = open_ones[0]
+        return oldest if time.monotonic() - oldest.made_at > _AGE else min(open_ones, key=lambda ticket: ticket.left)
+
+    def _loaded(self, ticket: LoadTicket) -> None:
+        """A loader leaves a ticket."""
+        with self._condition:
+            is_done = ticket.leave()
+            if is_done:
+                self._loads.remove(ticket)
+                ticket.done = True
+                self._finished.append(ticket)
+        if is_done:
             self._on_done()
+        with self._condition:
+            self._busy -= 1
+            self._condition.notify_all()
 
     def _fetch_next(self, worker: _Worker) -> None:
         ticket = _take(self._fetches)
         if ticket is None:
             return
         try:
+            self._announce(ticket)
             self._load(ticket, worker, gives_way=True)
         finally:
             ticket.done = True
@@ -228,45 +266,47 @@ class Transfers:
 
     def _let_loads_pass(self, ticket: LoadTicket) -> None:
         with self._condition:
-            while (self._loads or self._loading) and not (ticket.cancelled or self._closing):
+            while any(not load.cancelled for load in self._loads) and not (ticket.cancelled or self._closing):
                 self._condition.wait(_WAIT)
 
-    def _load(self, ticket: LoadTicket, worker: _Worker, *, gives_way: bool = False) -> None:
-        ticket.started_at = time.monotonic()
-        device, host = self._device, self._host
+    def _announce(self, ticket: LoadTicket) -> None:
+        """Tells the tier below what it will be asked for."""
+        host = self._host
         if self._below:
             missing = [digest for digest in ticket.digests if host is None or not host.prefix((digest,))]
             if missing:
                 self._below[0].ahead(missing)
-        for digest, block in zip(ticket.digests, ticket.blocks, strict=True):
+
+    def _load(self, ticket: LoadTicket, worker: _Worker, *, gives_way: bool = False) -> None:
+        device, host, lane = self._device, self._host, ticket.lanes[worker.lane]
+        while (index := ticket.take()) is not None:
             if gives_way:
                 self._let_loads_pass(ticket)
-            if ticket.cancelled:
-                return
+            digest, block = ticket.digests[index], ticket.blocks[index]
             name = None
             if host is not None:
-                with ticket.lock:
+                with lane:
                     if ticket.cancelled:
                         return
-                    name = host.name if self._load_from(host, digest, block, worker) else None
-                    if name is not None:
-                        ticket.loaded += 1
-                        self._promoted.pop(digest, None)
-            if name is None:
+                    if self._load_from(host, digest, block, worker):
+                        name = host.name
+            if name is not None:
+                self._promoted.pop(digest, None)
+            else:
                 # Not under the lock: a medium may take its time.
                 tier = next((tier for tier in self._below if tier.load(digest, worker.staging)), None)
                 if tier is None:
+                    ticket.lacks(index)
                     return
-                with ticket.lock:
+                with lane:
                     if ticket.cancelled:
                         return
                     worker.codec.decode(worker.staging, device.target(block))
                     device.filled(block)
-                    ticket.loaded += 1
                 name = tier.name
                 if host is not None:
                     host.store((Outgoing(digest, worker.staging),))
-            ticket.by_tier[name] = ticket.by_tier.get(name, 0) + 1
+            ticket.has(index, name)
 
     def _load_from(self, host: GuardedTier, digest: BlockHash, block: int, worker: _Worker) -> bool:
         target = self._device.target(block)
@@ -286,11 +326,25 @@ class Transfers:
             while self._stores and len(batch) < _STORE_BATCH:
                 batch.append(self._stores.popleft())
         for filled in batch:
-            if not self._is_intact(filled):
-                self.counts.stale += 1
-                continue
-            if self._host is not None and self._host.prefix((filled.digest,)):
-                continue  # a sibling has stored it
+            began = time.thread_time()
+            self._store_one(filled, worker)
+            self._spare_steps(time.thread_time() - began)
+
+    def _spare_steps(self, spent: float) -> None:
+        """Waits after `spent` seconds of work so long that stores take a few percent of one core while a step runs, unless so
+        many wait that blocks might be given up before they are stored."""
+        until = time.monotonic() + min(spent * (1 / _STORE_SHARE - 1), _LONGEST_SPARING)
+        with self._condition:
+            while self._is_computing and len(self._stores) < self._backlog and not self._closing:
+                left = until - time.monotonic()
+                if left <= 0:
+                    break
+                self._condition.wait(left)
+
+    def _store_one(self, filled: Filled, worker: _Worker) -> None:
+        if not self._is_intact(filled):
+            self.counts.stale += 1
+        elif self._host is None or not self._host.prefix((filled.digest,)):  # else a sibling has stored it
             payload = worker.codec.encode(self._device.source(filled.block))
             if payload is None:
                 self.counts.unfit += 1
@@ -367,8 +421,9 @@ class Transfers:
 class _Worker:
     """What one thread has for itself."""
 
-    def __init__(self, codec: Codec) -> None:
+    def __init__(self, codec: Codec, lane: int = 0) -> None:
         self.codec = codec
+        self.lane = lane
         self.staging: Bytes = np.empty(codec.encoded_bytes, dtype=np.uint8)
 
 

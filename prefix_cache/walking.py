@@ -126,7 +126,11 @@ def _leap(masks: Mapping[BlockHash, int], joined: bytes, alive: int, fold: Fold,
             continue
         left = alive & fold(mask) if mask is not None else 0
         if left != alive:
-            _narrow(masks, joined, (number - 1) * JUMP, number * JUMP, alive, left, fold, bits, ends)
+            gone, low = alive ^ left, (number - 1) * JUMP
+            if gone & (gone - 1):
+                _narrow(masks, joined, low, low + JUMP, alive, left, fold, bits, ends)
+            else:
+                ends.append((gone, _end(masks, joined, low, low + JUMP, bits * gone)))
             if not left:
                 return ends
             alive = left

@@ -46,8 +46,9 @@ class _Turn(Waiting):
 
 
 class Ticket:
-    """A turn that may begin. `placed` when its prompts are on workers, which count them from then on; `release` when it has
-    ended, whatever came of it. Both may be called more than once. `waited`: seconds."""
+    """A turn that may begin. `going` when its prompts are about to be put on workers, before anybody else is asked anything;
+    `placed` when they are there, and the workers count them; `release` when it has ended, whatever came of it. All may be
+    called more than once. `waited`: seconds."""
 
     __slots__ = ("_controller", "_model", "_open", "_turn", "waited")
 
@@ -57,6 +58,9 @@ class Ticket:
         self._turn: _Turn | None = turn
         self._open = True
         self.waited = waited
+
+    def going(self) -> None:
+        self._controller._going.append(self)
 
     def placed(self) -> None:
         turn, self._turn = self._turn, None
@@ -97,6 +101,8 @@ class Admission:
         self._some_room = some_room
         self._clock = clock
         self._queues: dict[str, _Queue] = {}
+        # Whoever asks next finds these on their workers: seldom more than one.
+        self._going: list[Ticket] = []
         self.in_flight = 0
         self.sheds: Counter[tuple[Shed, str]] = Counter()
 
@@ -110,6 +116,7 @@ class Admission:
     async def admit(self, ask: Ask) -> Ticket:
         """Waits until the turn may begin. Raises TurnError 429, 503 with the time after which to try again. Cancelling it
         leaves the queue."""
+        self._arrived()
         queue = self._queue(ask.model)
         now = self._clock()
         turn = _Turn(ask.tenant, ask.priority, ask.continuing, ask.tokens, ask.cost, ask.needs, now)
@@ -171,6 +178,11 @@ class Admission:
                 counts.update(queue.fair.tenants(name))
         return counts
 
+    def _arrived(self) -> None:
+        """Those that were going are there."""
+        while self._going:
+            self._going.pop().placed()
+
     def _queue(self, model: str) -> _Queue:
         queue = self._queues.get(model)
         if queue is None:
@@ -201,6 +213,7 @@ class Admission:
 
     def _pump(self, model: str, queue: _Queue) -> None:
         queue.pumping = False
+        self._arrived()
         rooms: list[WorkerRoom] | None = None
         while (turn := queue.fair.head()) is not None:
             if rooms is None:

@@ -47,7 +47,7 @@ class Pass:
     def going(self) -> None:
         """Its prompts go to their workers now: a single one is on its worker's books before anything else happens."""
         if self._single:
-            asyncio.get_running_loop().call_soon(self._ticket.placed)
+            self._ticket.going()
 
     def gone(self) -> None:
         """They are all on their workers."""

@@ -33,7 +33,7 @@ from gateway.histories.keeper import TurnHistory
 from gateway.models import ServedModel
 from gateway.patience import Patience
 from gateway.pipeline import Pipeline
-from gateway.running import RunningTurn
+from gateway.running import RunningTurn, Usage
 from gateway.turn import Prompt, Turn, TurnError, TurnRecord
 from gateway.turns.reader import Reader
 from gateway.turns.registry import Joined, TurnRegistry, idempotency_key
@@ -183,7 +183,7 @@ class TurnEndpoint:
                     response = stream.response
                     failure = await self._stream(stream, arrival, turn, joined, begun, answer, first_token, patience)
                 else:
-                    response = await self._whole(arrival, turn, joined, begun, answer, first_token, patience)
+                    response = await self._whole(arrival, turn, joined, begun, answer, outcome, first_token, patience)
             finally:
                 await self._turns.leave(joined)
         except BaseException as error:
@@ -199,7 +199,8 @@ class TurnEndpoint:
         finally:
             if failure is None and outcome.running is not None:
                 outcome.status = 200
-                outcome.response = answer.body(outcome.running)
+                if outcome.response is None and self._pipeline.observed:
+                    outcome.response = answer.body(outcome.running)
             tell = failure is not None or joined is None or joined.tell_once()
             self._conclude(arrival, turn, model, answer, outcome, failure, tell=tell)
             if begun is not None and begun.watched is not None and begun.watched.miss is not None:
@@ -231,6 +232,7 @@ class TurnEndpoint:
         joined: Joined,
         begun: Begun,
         answer: Answer,
+        outcome: _Outcome,
         first_token: Callable[[], None],
         patience: Patience,
     ) -> web.Response:
@@ -241,7 +243,8 @@ class TurnEndpoint:
             patience.check()
         reader.take()
         headers = self._headers(arrival, turn, joined, begun, started=True)
-        return web.Response(body=orjson.dumps(answer.body(running)), content_type="application/json", headers=headers)
+        outcome.response = answer.body(running)
+        return web.Response(body=orjson.dumps(outcome.response), content_type="application/json", headers=headers)
 
     def _headers(self, arrival: Arrival, turn: Turn, joined: Joined, begun: Begun, *, started: bool) -> dict[str, str]:
         watched = begun.watched
@@ -312,23 +315,26 @@ class TurnEndpoint:
         interval = self._http.ping_interval
         seen = False
         while True:
-            left, quiet = patience.left(), max(0.0, interval - stream.idle)
-            if await reader.wait(quiet if left is None else min(quiet, left)):
-                patience.heard()
-                frames: list[bytes] = []
-                while reader.ready and (event := reader.take()) is not None:
-                    if not seen and _has_tokens(event):
-                        seen = True
-                        first_token()
-                    frames.append(answer.event(event))
-                # What came at once goes at once.
-                await stream.send(b"".join(frames))
-                if event is None:
-                    return
-            else:
-                patience.check()
+            if not reader.ready:
+                left, quiet = patience.left(), max(0.0, interval - stream.idle)
+                if not await reader.wait(quiet if left is None else min(quiet, left)):
+                    patience.check()
+                    if stream.idle >= interval:
+                        await stream.send(PING)
+                    continue
+            patience.heard(reader.shared.heard)
+            frames: list[bytes] = []
+            while reader.ready and (event := reader.take()) is not None:
+                if not seen and _has_tokens(event):
+                    seen = True
+                    first_token()
+                frames.append(answer.event(event))
+            # What came at once goes at once.
+            await stream.send(frames[0] if len(frames) == 1 else b"".join(frames))
+            if event is None:
+                return
             if stream.idle >= interval:
-                await stream.send(PING)
+                await stream.send(PING)  # text is withheld
 
     def _conclude(
         self,
@@ -349,41 +355,45 @@ class TurnEndpoint:
             outcome.status, outcome.error = 500, f"{type(failure).__name__}: {failure}"
         running = outcome.running
         duration = time.monotonic() - arrival.monotonic
-        usage = running.usage if running is not None else None
-        record = TurnRecord(
-            request_id=turn.request_id,
-            dialect=answer.dialect,
-            model=model.name,
-            session=running.session if running is not None else turn.session,
-            started_at=arrival.wall_clock,
-            duration=duration,
-            time_to_first_token=outcome.first_token,
-            request=arrival.body,
-            response=outcome.response,
-            status=outcome.status,
-            finish_reason=running.choices[0].finish_reason if running is not None and running.choices else None,
-            prompt_tokens=usage.prompt_tokens if usage else 0,
-            completion_tokens=usage.completion_tokens if usage else 0,
-            cached_tokens=usage.cached_tokens if usage else 0,
-            worker=running.workers if running is not None else None,
-            error=outcome.error,
-        )
-        if tell:
+        session = running.session if running is not None else turn.session
+        usage = running.usage if running is not None else Usage()
+        worker = running.workers if running is not None else None
+        if tell and self._pipeline.observed:
+            record = TurnRecord(
+                request_id=turn.request_id,
+                dialect=answer.dialect,
+                model=model.name,
+                session=session,
+                started_at=arrival.wall_clock,
+                duration=duration,
+                time_to_first_token=outcome.first_token,
+                request=arrival.body,
+                response=outcome.response,
+                status=outcome.status,
+                finish_reason=running.choices[0].finish_reason if running is not None and running.choices else None,
+                prompt_tokens=usage.prompt_tokens,
+                completion_tokens=usage.completion_tokens,
+                cached_tokens=usage.cached_tokens,
+                worker=worker,
+                error=outcome.error,
+            )
             self._pipeline.tell(record)
+        if not log.isEnabledFor(logging.INFO):
+            return
         log.info(
             "%s %s request=%s session=%s status=%d worker=%s prompt=%d cached=%d generated=%d seconds=%.3f%s%s",
-            record.dialect,
-            record.request_id,
+            answer.dialect,
+            turn.request_id,
             arrival.request_id,
-            record.session.key,
-            record.status,
-            record.worker,
-            record.prompt_tokens,
-            record.cached_tokens,
-            record.completion_tokens,
+            session.key,
+            outcome.status,
+            worker,
+            usage.prompt_tokens,
+            usage.cached_tokens,
+            usage.completion_tokens,
             duration,
             f" resumed={len(running.migrations)}" if running is not None and running.migrations else "",
-            f" error={record.error!r}" if record.error else "",
+            f" error={outcome.error!r}" if outcome.error else "",
         )
 
 

@@ -15,6 +15,8 @@ _HEADERS = {
     "X-Accel-Buffering": "no",
 }
 PING = b": ping\n\n"
+_LOW_WATER = 2**14
+"""Below asyncio's own mark, under which a transport has not paused its writer, or lets it go on."""
 
 
 class ClientGoneError(Exception):
@@ -73,13 +75,22 @@ class EventStream:
 
     async def _write(self, data: bytes) -> None:
         try:
-            async with asyncio.timeout(self._write_timeout):
+            if self._is_taken_at_once(len(data)):
                 await self.response.write(data)
+            else:
+                async with asyncio.timeout(self._write_timeout):
+                    await self.response.write(data)
         except TimeoutError as error:
             raise ClientGoneError(f"the client read nothing for {self._write_timeout:g} seconds") from error
         except ConnectionError as error:
             raise ClientGoneError("the client closed the connection") from error
         self._last_write = self._loop.time()
+
+    def _is_taken_at_once(self, length: int) -> bool:
+        """Whether so many bytes can be written without waiting: the socket's buffer is below its low-water mark and stays
+        there. A timer for each token costs more than all else that is done to send it."""
+        transport = self._request.transport
+        return transport is not None and transport.get_write_buffer_size() + length < _LOW_WATER
 
     def drop(self) -> None:
         """Ends the connection without another byte. It cancels the request's handler, so nothing may be left to do there."""
@@ -89,7 +100,10 @@ class EventStream:
     async def close(self) -> None:
         """Ends the body. Raises ClientGoneError."""
         try:
-            async with asyncio.timeout(self._write_timeout):
+            if self._is_taken_at_once(0):
                 await self.response.write_eof()
+            else:
+                async with asyncio.timeout(self._write_timeout):
+                    await self.response.write_eof()
         except (TimeoutError, ConnectionError) as error:
             raise ClientGoneError("the client closed the connection") from error

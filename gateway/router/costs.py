@@ -21,8 +21,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
+_NAME = attrgetter("name")
 _EQUAL_SECONDS = 0.001
 _EQUAL_SHARE = 0.02  # of the lowest cost: what is measured varies by more
 
@@ -111,6 +113,14 @@ def cheapest(
     equals = [candidate for candidate, value in zip(candidates, found, strict=True) if value <= bound]
     if len(equals) == 1:
         return equals[0]
+    if home is not None:
+        for candidate in equals:
+            if candidate.name == home:
+                return candidate
+    # For a new session all of many workers may be equal: one after another is cheaper than a key of everything for each.
+    longest = max([candidate.matched_tokens for candidate in equals])
+    equals = [candidate for candidate in equals if candidate.matched_tokens == longest]
     if agreed is not None and home is None:
-        return min(equals, key=lambda c: (-c.matched_tokens, -agreed(c.name), c.name))
-    return min(equals, key=lambda c: (c.name != home, -c.matched_tokens, c.idle_rank, c.name))
+        return min(equals, key=lambda c: (-agreed(c.name), c.name))
+    rested = min([candidate.idle_rank for candidate in equals])
+    return min([candidate for candidate in equals if candidate.idle_rank == rested], key=_NAME)

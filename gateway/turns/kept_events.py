@@ -11,6 +11,7 @@ _EVENT_BYTES = 200
 _DELTA_BYTES = 100
 _TOKEN_BYTES = 40
 _LOGPROB_BYTES = 160
+_WITH_TEXT = frozenset({TextDelta, ReasoningDelta, ToolCallArguments})
 
 
 class EventBudget:
@@ -69,8 +70,8 @@ def _size(event: TurnEvent) -> int:
     size = _EVENT_BYTES + _TOKEN_BYTES * len(event.token_ids)
     for delta in event.deltas:
         size += _DELTA_BYTES
-        if isinstance(delta, TextDelta | ReasoningDelta | ToolCallArguments):
-            size += len(delta.text)
+        if type(delta) in _WITH_TEXT:
+            size += len(delta.text)  # type: ignore[union-attr]
     for logprob in event.logprobs:
         size += _LOGPROB_BYTES * (1 + len(logprob.top))
     return size

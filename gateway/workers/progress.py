@@ -34,22 +34,24 @@ class Progress:
 
     def tokens(self, chunk: Tokens, worker: WorkerInfo | None = None, prompt_tokens: int = 0) -> None:
         """More tokens of a choice, from a worker like this. Raises ImplausibleError, and nothing of them is taken in."""
-        ids = self._open_choice(chunk.index)
-        length = len(ids) + len(chunk.token_ids)
+        index, token_ids = chunk.index, chunk.token_ids
+        # The common case of `_open_choice`, without a call: this is done for every chunk of every stream.
+        ids = self._ids[index] if 0 <= index < len(self._ids) and not self._finished[index] else self._open_choice(index)
+        length = len(ids) + len(token_ids)
         if self._max_tokens is not None and length > self._max_tokens:
             raise ImplausibleError(f"generates more than the {self._max_tokens} tokens that it was asked for")
-        if chunk.logprobs and len(chunk.logprobs) != len(chunk.token_ids):
-            raise ImplausibleError(f"sent {len(chunk.logprobs)} log-probabilities for {len(chunk.token_ids)} tokens")
+        if chunk.logprobs and len(chunk.logprobs) != len(token_ids):
+            raise ImplausibleError(f"sent {len(chunk.logprobs)} log-probabilities for {len(token_ids)} tokens")
         vocab_size = _MAX_TOKEN_ID + 1
         if worker is not None:
             vocab_size = worker.vocab_size or vocab_size
             if prompt_tokens + length > worker.max_model_len:
                 raise ImplausibleError(f"generates more than its context of {worker.max_model_len} tokens holds")
-        for token_id in chunk.token_ids:
+        for token_id in token_ids:
             if not 0 <= token_id < vocab_size:
                 raise ImplausibleError(f"sent token id {token_id}, which is not in the vocabulary")
-        ids.extend(chunk.token_ids)
-        self.generated += len(chunk.token_ids)
+        ids.extend(token_ids)
+        self.generated += len(token_ids)
 
     def finished(self, chunk: Finished) -> None:
         """A choice has ended. Raises ImplausibleError."""

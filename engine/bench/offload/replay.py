@@ -24,10 +24,11 @@ _HALF, _NINE_OF_TEN = 0.69, 2.3  # of an exponential distribution's mean
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a replay. Seconds; `completions`: of each session from its first turn to its last, gaps included. `held`:
-    turns that waited at the door; `pauses`: of sessions."""
+    """What came of a replay. Seconds; `computing`: in forward passes; `completions`: of each session from its first turn to its
+    last, gaps included. `held`: turns that waited at the door; `pauses`: of sessions."""
 
     seconds: float = 0.0
+    computing: float = 0.0
     first_tokens: list[float] = field(default_factory=list)
     completions: list[float] = field(default_factory=list)
     prompt_tokens: int = 0
@@ -154,6 +155,7 @@ async def _replay(
         for thread in threads:
             await thread.close()
         for engine in engines:
+            outcome.computing += engine.forward_seconds
             await asyncio.to_thread(engine.close)
     return outcome
 

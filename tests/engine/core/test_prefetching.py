@@ -29,6 +29,8 @@ def names_of(session: int, length: int = LENGTH) -> list[bytes]:
 class Tier:
     """Has what it was given. Loads come when the test says so."""
 
+    is_fast = True
+
     def __init__(self) -> None:
         self.has: set[bytes] = set()
         self.tickets: list[LoadTicket] = []
@@ -120,9 +122,8 @@ class Machine(RuleBasedStateMachine):
         waiting = [ticket for ticket in self.tier.tickets if not ticket.done]
         if waiting:
             ticket = data.draw(st.sampled_from(waiting))
-            with ticket.lock:
-                if not ticket.cancelled:
-                    ticket.loaded = len(ticket.blocks) if all_of_it else min(ticket.loaded + 1, len(ticket.blocks))
+            if not ticket.cancelled:
+                ticket.loaded = len(ticket.blocks) if all_of_it else min(ticket.loaded + 1, len(ticket.blocks))
             ticket.done = all_of_it or ticket.loaded == len(ticket.blocks) or ticket.cancelled
 
     @rule(lost=st.integers(1, SESSIONS))
@@ -222,6 +223,17 @@ def test_who_is_back_sooner_is_not_pushed_out_and_who_is_back_much_later_is():
         desk.come()
         assert len(desk.pool.lookup(desk.names[2].digests)) == (3 if stays else 0)
         assert len(desk.pool.lookup(desk.names[1].digests)) == (0 if stays else 3)
+
+
+def test_a_slow_tier_fills_what_is_free_and_displaces_nobody_who_is_expected():
+    desk = Desk(blocks=4)
+    desk.tier.is_fast = False
+    desk.fill(2, WAITING, 600.0)
+    desk.prefetching.waits(1, 0.0, 10.0)
+    desk.prefetching.work()
+    desk.come()
+    assert len(desk.pool.lookup(desk.names[2].digests)) == 3
+    assert len(desk.pool.lookup(desk.names[1].digests)) == 1
 
 
 def test_what_there_is_no_room_for_is_tried_again_a_few_times_and_then_no_more():

@@ -129,7 +129,7 @@ def test_who_is_first_goes_in_when_others_have_passed_often_enough():
 
 
 def test_an_idle_engine_lets_in_who_costs_no_more_than_the_idleness():
-    hall = Hall(low=0.8)
+    hall = Hall(low=0.8, most_idle=60.0, patience=1000.0)
     hall.turn(1, 50)
     hall.turn(2, 29)
     hall.now = 10.0
@@ -139,10 +139,20 @@ def test_an_idle_engine_lets_in_who_costs_no_more_than_the_idleness():
     hall.door.worked(6.0)
     assert hall.door.due_in(hall.now, idle=True) == 25.0
     assert hall.look(idle=True) == []
-    hall.now = 45.0
+    hall.now = 50.0
     assert hall.look(idle=False) == [], "there is something to compute"
     assert hall.look(idle=True) == [first]
     assert hall.door.counts.idle == 1
+    hall.end(first, 40)
+    assert hall.door.pause_overflow(hall.now) == ([2], [])
+    second, _ = hall.come(4, 40)
+    assert hall.door.due_in(hall.now, idle=True) == 35.0, "40, of which 5 have been saved"
+    hall.now = 300.0
+    assert hall.look(idle=True) == [second]
+    hall.end(second, 40)
+    hall.door.pause_overflow(hall.now)
+    hall.come(5, 40)
+    assert hall.door.due_in(hall.now, idle=True) == 20.0, "a minute is remembered, of which 40 seconds are spent"
 
 
 def test_sessions_that_do_not_come_back_make_room():
@@ -237,7 +247,7 @@ class Doorway(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.hall = Hall(capacity=40, low=0.7, high=0.9, overtakes=4, patience=20.0)
+        self.hall = Hall(capacity=40, low=0.7, high=0.9, overtakes=4, patience=20.0, most_idle=5.0)
         self.sizes = {}
         self.queued = {}
         self.running = {}
@@ -380,8 +390,8 @@ TestDoorway = Doorway.TestCase
 TestDoorway.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 
 
-@pytest.mark.parametrize("setting", ["low", "high", "overtakes", "patience"])
+@pytest.mark.parametrize("setting", ["low", "high", "overtakes", "patience", "most_idle"])
 def test_settings_that_cannot_work_are_refused(setting):
-    bad = {"low": 0.0, "high": 0.5, "overtakes": 0, "patience": 0.0}[setting]
+    bad = {"low": 0.0, "high": 0.5, "overtakes": 0, "patience": 0.0, "most_idle": 0.0}[setting]
     with pytest.raises(ValueError, match=setting):
         DoorConfig(**{setting: bad})

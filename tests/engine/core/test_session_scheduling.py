@@ -231,7 +231,7 @@ def test_replicas_that_share_a_tier_have_their_share_of_its_room(model, tmp_path
         engine.close()
     clock.now += 2.0
     assert first._capacity() == whole
-    first._tiers._stack.tiers[0]._until = float("inf")
+    first._tiers._stack.tiers[0]._reading.until = float("inf")
     assert first._capacity() == 16, "a tier that is out of use holds nothing"
     first.close()
 

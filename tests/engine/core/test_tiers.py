@@ -5,6 +5,7 @@ The reference is transformers in float32, as in test_exactness; through the tier
 
 import random
 import re
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -36,7 +37,7 @@ def tiered(tmp_path: Path):
     """Makes engines with tiers in this test's directory; all of them are closed."""
     engines = []
 
-    def make(model, *, host=True, disk=False, **settings):
+    def make(model, *, host=True, disk=False, patient=True, **settings):
         offload = OffloadConfig(
             host_bytes=64 * MIB if host else 0,
             disk=tmp_path / "disk" if disk else None,
@@ -46,8 +47,11 @@ def tiered(tmp_path: Path):
             shared_memory=tmp_path,
             **{name: settings.pop(name) for name in ("codec", "compress") if name in settings},
         )
-        engines.append(make_engine(model, offload=offload, **({"num_blocks": SMALL_POOL} | settings)))
-        return engines[-1]
+        engine = make_engine(model, offload=offload, **({"num_blocks": SMALL_POOL} | settings))
+        engines.append(engine)
+        if patient:
+            engine._tiers._is_too_slow = lambda load: False  # however busy this machine is
+        return engine
 
     yield make
     for engine in engines:
@@ -172,6 +176,7 @@ def test_tokens_are_exact_through_redis_on_another_machine(case, tmp_path):
             config = OffloadConfig(remote=server.url, remote_bytes=64 * MIB, load="always", shared_memory=tmp_path / name)
             drivers.append(Driver(patient(make_engine(case.model, num_blocks=SMALL_POOL, offload=config))))
         here, there = drivers
+        there.engine._tiers._is_too_slow = lambda load: False
         try:
             in_turn(here, case, "cold")
             there.engine._tiers._stack.tiers[0].inner.refresh()
@@ -201,7 +206,6 @@ def test_a_request_that_loads_keeps_nobody_waiting_and_can_be_aborted_at_once(ca
     driver = Driver(engine)
     in_turn(driver, case, "cold")
     held = Held(engine._tiers._stack.tiers[0])
-    engine._tiers._clock = lambda: 0.0  # nobody loses patience
     driver.add("loads", case.prompts[6], max_tokens=GENERATED)
     driver.step()
     assert held.entered.wait(60)
@@ -226,7 +230,7 @@ def test_a_request_that_loads_keeps_nobody_waiting_and_can_be_aborted_at_once(ca
 
 
 def test_who_waits_longer_than_computing_takes_computes(case, tiered):
-    engine = tiered(case.model, host=False, disk=True, num_blocks=128)
+    engine = tiered(case.model, host=False, disk=True, num_blocks=128, patient=False)
     driver = Driver(engine)
     in_turn(driver, case, "cold")
     held = Held(engine._tiers._stack.tiers[0])
@@ -274,6 +278,7 @@ def test_a_tier_that_fails_is_left_alone_and_serving_goes_on(case, tiered, faili
     driver = Driver(engine)
     in_turn(driver, case, "cold")
     tier = engine._tiers._stack.tiers[0]
+    tier._clock = lambda: 0.0  # it is never tried again, however long this takes
 
     def fail(*args, **settings):
         raise OSError(5, "Input/output error")
@@ -287,6 +292,29 @@ def test_a_tier_that_fails_is_left_alone_and_serving_goes_on(case, tiered, faili
     assert re.search(
         r"(reading from|writing to) the disk tier is left alone for 1 s: \[Errno 5\] Input/output error", caplog.text
     )
+
+
+def test_a_directory_that_is_removed_costs_what_was_in_it_and_is_made_anew(case, tiered, tmp_path, caplog):
+    engine = patient(tiered(case.model, host=False, disk=True))
+    driver = Driver(engine)
+    in_turn(driver, case, "cold")
+    tier = engine._tiers._stack.tiers[0]
+    shutil.rmtree(tmp_path / "disk")
+    tier.inner.inner._checked = float("-inf")
+    # Still open: what was there can be read, and what is new is lost once.
+    driver.add("new", random_prompt(77, 40), max_tokens=2)
+    run(driver)
+    assert engine.wait_for_tiers(60)
+    assert tier.errors == 1
+    assert "was removed; what lay there is lost, and it begins anew." in caplog.text
+    in_turn(driver, case, "without")
+    now = time.monotonic() + 100
+    tier._clock = lambda: now
+    in_turn(driver, case, "anew")
+    assert (tier.inner.inner.place / "data").exists()
+    whole_blocks = sum((len(prompt) - 1) // 4 * 4 for prompt in case.prompts)
+    assert in_turn(driver, case, "again") == whole_blocks
+    assert tier.errors == 1
 
 
 def test_the_world_is_told_what_the_tiers_hold(case, tiered):

@@ -79,6 +79,26 @@ async def test_what_fits_goes_at_once_and_the_rest_when_something_ends():
     assert admission.queued_tokens() == 0
 
 
+async def test_whoever_is_going_is_on_its_worker_when_the_next_one_asks():
+    workers = Workers()
+    admission = Admission(AdmissionConfig(), workers.rooms)
+    first = await admission.admit(ask(need=60))
+    first.going()
+    workers.place(60)
+    # Counted twice it would leave no room.
+    second = await admission.admit(ask(need=40))
+    (third,) = await waiting(admission, ask(need=10))
+    assert not third.done()
+    second.going()
+    first.release()
+    workers.end("w0", 60)
+    admission.freed()
+    assert (await third).waited >= 0
+    assert admission.in_flight == 2
+    # The second was never put on the worker, so its room is free again.
+    assert admission._queues["m"].booked == {"w0": [10]}
+
+
 async def test_an_idle_worker_takes_anything_and_the_head_waits_for_its_room():
     workers = Workers(blocks=100, slots=10)
     admission = Admission(AdmissionConfig(), workers.rooms)

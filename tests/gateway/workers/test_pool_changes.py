@@ -1,8 +1,8 @@
 """What the pool says of its workers together follows every change of one of them."""
 
 import pytest
-from fake_replica import until
-from test_dispatch import Bench
+from fake_replica import answer, until
+from test_dispatch import Bench, everything
 
 from gateway.turn import TurnError
 
@@ -63,3 +63,23 @@ async def test_what_one_is_asked_for_at_once_is_not_remembered(bench):
     replica.unhealthy = "It is loading."
     replica.instance = "life-2"
     await until(lambda: candidates(bench) == {"b"})
+
+
+async def test_the_router_knows_what_was_generated_when_it_places_the_next_turn(bench, monkeypatch):
+    told = []
+    monkeypatch.setattr(bench.dispatcher.router, "generated", lambda worker, tokens: told.append((worker, tokens)))
+    replica = await bench.add("a")
+    replica.scripts = [answer(range(9)), answer(range(3)), answer([7] * 300)]
+    await everything(await bench.send())
+    assert told == []
+    await everything(await bench.send("r2"))
+    assert told == [("a", 9)]
+    long = await bench.send("r3", session="other")
+    assert told == [("a", 9), ("a", 3)]
+    # Of a long answer it hears while it is written.
+    await everything(long)
+    assert told[2:] == [("a", 256)]
+    bench.dispatcher.remove_worker("a")
+    await bench.add("a")
+    await bench.send("r4")
+    assert told[3:] == []

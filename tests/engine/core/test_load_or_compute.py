@@ -1,0 +1,86 @@
+"""What is kept is loaded where that is faster, and never makes anybody much slower.
+
+On a virtual clock, with the engine's own decisions.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from engine.bench.offload.virtual import Pace, replay_virtually, virtual_config
+from engine.bench.offload.virtual_tiers import VirtualTiers
+from engine.bench.offload.workload import Session, working_set
+from engine.models.registry import load_model
+
+COMPUTED = 16 * Pace().token
+"""Seconds that a block takes to compute, at least."""
+
+
+def sessions_of(count: int, seed: int, gap: float) -> list[Session]:
+    """Contexts of two thousand tokens, of which all begin with 200, that grow by 150 a turn."""
+    generator = np.random.default_rng(seed)
+    made = []
+    system = generator.integers(3, 300, 200).astype(np.uint32)
+    for number in range(count):
+        turns = int(generator.integers(5, 9))
+        ends = 1600 + np.cumsum(generator.exponential(120, turns).astype(int) + 32)
+        tokens = np.concatenate([system, generator.integers(3, 300, int(ends[-1])).astype(np.uint32)])
+        gaps = (float(generator.uniform(0, 4 * gap)), *generator.exponential(gap, turns - 1).tolist())
+        made.append(Session(f"s{number}", tuple(tokens[: int(end)] for end in ends), (8,) * turns, gaps))
+    return made
+
+
+@pytest.fixture(scope="module")
+def smallest(tiny_checkpoint):
+    shape = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1}
+    return load_model(tiny_checkpoint("llama", max_position_embeddings=100_000, **shape), dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def sessions():
+    return sessions_of(10, 3, 6.0)
+
+
+def side(smallest, sessions, share: float, make_tiers=None):
+    blocks = int(share * working_set(sessions, 16))
+    config = virtual_config(max_draft_tokens=0)
+    outcome, engine = replay_virtually(smallest, sessions, 6.0, config, blocks=blocks, hints=True, make_tiers=make_tiers)
+    engine.check_integrity()
+    assert len(outcome.completions) == len(sessions)
+    return outcome, engine
+
+
+@pytest.fixture(scope="module")
+def computed(smallest, sessions):
+    return side(smallest, sessions, 0.25)[0]
+
+
+TIERS = {
+    "as slow as computing": (lambda now: COMPUTED, COMPUTED),
+    "four times as slow": (lambda now: 4 * COMPUTED, 4 * COMPUTED),
+    "four times as slow, and believed fast": (lambda now: 4 * COMPUTED, COMPUTED / 40),
+    "stands still now and then": (lambda now: 1.0 if now % 10 > 5 else COMPUTED / 40, COMPUTED / 40),
+    "stands still": (lambda now: 1e6, COMPUTED / 40),
+}
+
+
+@pytest.mark.parametrize("name", TIERS)
+def test_no_tier_costs_more_than_a_twentieth_however_slow_it_is(smallest, sessions, computed, name):
+    seconds, believed = TIERS[name]
+    outcome, _ = side(smallest, sessions, 0.25, lambda clock: VirtualTiers(clock, seconds, 1e-4, believed))
+    mean, plain = (float(np.mean(each.first_tokens)) for each in (outcome, computed))
+    assert mean <= 1.05 * plain, mean / plain
+    assert outcome.mean_completion <= 1.05 * computed.mean_completion
+    assert outcome.seconds <= 1.05 * computed.seconds
+
+
+def test_a_fast_tier_is_worth_nearly_as_much_as_a_pool_that_holds_all(smallest, sessions, computed):
+    unlimited, _ = side(smallest, sessions, 1.5)
+    outcome, engine = side(smallest, sessions, 0.25, lambda clock: VirtualTiers(clock, lambda _: 6e-5, 6e-5, 6e-5))
+    assert outcome.cached_tokens >= 0.99 * unlimited.cached_tokens
+    assert outcome.first_token(0.5) <= 1.3 * unlimited.first_token(0.5)
+    assert computed.first_token(0.99) >= 3 * outcome.first_token(0.99)
+    stats = engine.stats()
+    assert stats.lost_blocks_total == 0
+    assert stats.fetched_blocks_total > 0
+    assert stats.useful_fetches_total + stats.useless_fetches_total == stats.fetched_blocks_total
