@@ -40,10 +40,17 @@ _BUNDLED = Path(__file__).parent.parent / "traces" / "bundled"
 )
 @click.option("--only", type=click.Choice(MEASURES), multiple=True, help="Measure this alone; repeatable.")
 @click.option("--sessions", type=click.IntRange(1, 1000), default=12, show_default=True, help="That fit.")
-@click.option("--turns", type=click.IntRange(2, 1000), default=10, show_default=True, help="Of each, at most.")
+@click.option("--turns", type=click.IntRange(2, 1000), default=6, show_default=True, help="Of each, at most.")
 @click.option("--output", type=click.IntRange(1, 1000), default=8, show_default=True, help="Tokens generated in each turn.")
 @click.option(
-    "--gap", type=click.FloatRange(0.01, 600), default=2.0, show_default=True, help="Mean time between turns, seconds."
+    "--gap", type=click.FloatRange(0.01, 600), default=3.0, show_default=True, help="Mean time between turns, seconds."
+)
+@click.option(
+    "--within",
+    type=click.FloatRange(0, min_open=True),
+    default=None,
+    metavar="SECONDS",
+    help="In which the sessions begin.  [default: the gap]",
 )
 @click.option("--turn-tokens", type=click.IntRange(64), default=6000, show_default=True, help="Of the turn after a restart.")
 @click.option(
@@ -93,6 +100,7 @@ def offload_command(traces: tuple[Path, ...], **options: Any) -> None:
             output=options["output"],
             gap=options["gap"],
             seed=options["seed"],
+            within=options["within"],
         )
         config = EngineConfig(model=model, dtype=options["dtype"], threads=options["threads"], policy=options["policy"])
         bench = OffloadBench(
@@ -180,7 +188,7 @@ def lines_of(report: OffloadReport) -> Iterable[str]:
 
 _HEAD = (
     f"{'pool':>10} {'blocks':>7} {'':20} {'TTFT p50':>9} {'p99':>8} {'session':>9} {'p95':>8} {'tokens/s':>9} {'cached':>7} "
-    f"{'computed':>9} {'held':>5} {'paused':>6}"
+    f"{'computed':>9} {'held':>5} {'paused':>6} {'busy':>5}"
 )
 
 
@@ -193,5 +201,5 @@ def _line(row: Row) -> str:
     return (
         f"{pool:>10} {row.blocks:>7} {row.side:20} {row.first_token_p50:9.3f} {row.first_token_p99:8.3f} "
         f"{row.mean_completion:9.2f} {row.p95_completion:8.2f} {row.tokens_per_second:9.0f} {row.cached_share:7.1%} "
-        f"{row.computed_tokens:>9} {row.held:>5} {row.pauses:>6}"
+        f"{row.computed_tokens:>9} {row.held:>5} {row.pauses:>6} {row.busy:5.0%}"
     )

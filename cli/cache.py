@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,6 +18,7 @@ from offload.arena import SHARED_MEMORY
 from offload.errors import TierUnavailable
 from offload.inspection import HeldTier, Inspected, held_tiers
 from offload.remote_inspection import held_remote
+from prefix_cache.events import HOST
 
 ResultT = TypeVar("ResultT")
 
@@ -46,6 +47,9 @@ def command() -> None:
 def show(directory: Path | None, remote: str | None, as_json: bool) -> None:
     """What is kept, where, and who uses it."""
     found = [_doing(tier, lambda tier: tier.look()) for tier in _held(directory, remote)]
+    # An arena does not know whose it is; what else is kept under its key does.
+    models = {each.key: (each.model, each.codec) for each in found if each.model and each.tier != HOST}
+    found = [each if each.model else _named(each, *models.get(each.key, ("", ""))) for each in found]
     if as_json:
         click.echo(json.dumps([asdict(each) for each in found]))
         return
@@ -58,6 +62,10 @@ def show(directory: Path | None, remote: str | None, as_json: bool) -> None:
     for each in found:
         table.add_row(*_row(each))
     Console().print(table)
+
+
+def _named(each: Inspected, model: str, codec: str) -> Inspected:
+    return replace(each, model=model, codec=codec)
 
 
 def _row(each: Inspected) -> tuple[str, ...]:

@@ -81,6 +81,7 @@ PLAIN_SETTINGS: tuple[Setting, ...] = (
     Setting("sessions.sources", "session_source", "strings"),
     Setting("sessions.ledger", "ledger", "boolean"),
     Setting("redis.url", "redis", "string"),
+    Setting("sessions.directory", "session_dir", "string"),
     Setting("router.policy", "policy", "string"),
     Setting("router.shadow_policy", "shadow_policy", "string"),
     Setting("telemetry.otlp", "otlp", "string"),

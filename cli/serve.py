@@ -50,6 +50,7 @@ from gateway.tokenization import ModelFilesError
 from gateway.turns.config import TurnsConfig
 from gateway.watching.config import MissesConfig
 from grammar.formats.registry import FORMAT_NAMES
+from sessions.file_store import SessionFileError
 from sessions.gaps.model import GapConfig
 from sessions.identity import DEFAULT_ORDER
 from sessions.redis_link import RedisConfig
@@ -167,6 +168,12 @@ def _read_config(ctx: click.Context, _param: click.Parameter, path: Path | None)
     metavar="URL",
     help="Share sessions with other gateways through this Redis: redis://HOST:PORT/DB, rediss://..., unix://PATH.",
 )
+@click.option(
+    "--session-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Keep sessions there too, so that they outlive the gateway.",
+)
 @click.option("--record", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Record turns as trajectories.")
 @click.option("--otlp", default=None, metavar="URL", help="Send spans there over OTLP/HTTP.")
 @click.option("--otlp-header", multiple=True, metavar="NAME=VALUE", help="A header for the OTLP collector.")
@@ -216,7 +223,7 @@ def command(ctx: click.Context, /, **options: Any) -> None:
         raise click.UsageError(str(error), ctx) from error
     try:
         ctx.exit(asyncio.run(serve(plan, console)))
-    except (ListenError, TlsError, ModelFilesError, RecorderError, ReplicaStartError) as error:
+    except (ListenError, TlsError, ModelFilesError, RecorderError, ReplicaStartError, SessionFileError) as error:
         raise click.ClickException(str(error)) from error
 
 
@@ -320,6 +327,7 @@ def plan_from(options: Mapping[str, Any], engine_table: Mapping[str, Any]) -> Se
         pool=pool,
         telemetry=telemetry,
         redis=RedisConfig(options["redis"], **generated_values("redis", options)) if options["redis"] else None,
+        session_dir=_session_dir(options),
         record=Path(options["record"]).absolute() if options["record"] is not None else None,
     )
 
@@ -361,6 +369,15 @@ def _engine_arguments(options: Mapping[str, Any], table: Mapping[str, Any]) -> l
         engine_arguments(engine_command, values, where)
     merged = {**{key.replace("-", "_"): value for key, value in table.items()}, **given, **named}
     return engine_arguments(engine_command, merged, "engine")
+
+
+def _session_dir(options: Mapping[str, Any]) -> Path | None:
+    directory = None if options["session_dir"] is None else Path(options["session_dir"]).absolute()
+    if directory is not None and (options["redis"] or options["processes"] > 1):
+        raise ConfigError(
+            "sessions.directory (--session-dir) is for a gateway of one process; with --redis or --processes use Redis."
+        )
+    return directory
 
 
 def _headers(given: tuple[str, ...]) -> dict[str, str]:

@@ -28,6 +28,7 @@ from gateway.telemetry.telemetry import Telemetry
 from gateway.turn import TurnObserver
 from gateway.workers.spec import WorkerSpec
 from gateway.workers.views import WorkerView
+from sessions.file_store import FileLedgerStore
 from sessions.memory_store import MemoryLedgerStore
 from sessions.redis_link import RedisConfig
 from sessions.shared import SharedSessions
@@ -68,6 +69,7 @@ class ServePlan:
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     record: Path | None = None
     redis: RedisConfig | None = None
+    session_dir: Path | None = None
     processes: int = 1
     log_level: str = "info"
     discovery: DiscoveryOptions | None = None
@@ -185,14 +187,17 @@ async def open_gateway(
                 forward=forward,
             )
         store = MemoryLedgerStore(plan.gateway.sessions.max_bytes)
+        kept = None
+        if plan.session_dir is not None:
+            kept = FileLedgerStore(store, plan.session_dir, plan.gateway.sessions.max_bytes)
+            stack.push_async_callback(kept.aclose)
         shared = None
         if plan.redis is not None:
             shared = SharedSessions(plan.redis, store)
             stack.push_async_callback(shared.aclose)
             telemetry.watch_shared_sessions(shared)
-        pipeline = Pipeline(
-            plan.gateway, registry, dispatcher, telemetry, observers, store=shared.store if shared is not None else store
-        )
+        held = shared.store if shared is not None else kept if kept is not None else store
+        pipeline = Pipeline(plan.gateway, registry, dispatcher, telemetry, observers, store=held)
         if shared is not None:
             shared.share_gaps(pipeline.watch.gaps.model, plan.gateway.gaps)
         peering = None

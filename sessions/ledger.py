@@ -117,6 +117,11 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.spans) // SPAN_BYTES
 
     @property
+    def longest_answer(self) -> int:
+        """Tokens of the longest of the pending answers."""
+        return max([len(item.token_ids) for item in self.pending], default=0) // TOKEN_BYTES
+
+    @property
     def nbytes(self) -> int:
         """About what it takes in memory."""
         columns = len(self.messages) + len(self.spans) + len(self.tokens) + len(self.blocks) + 4 * len(self.tail)

@@ -17,11 +17,10 @@ _MAX_EPOCHS = 10_000
 
 
 class _Kept(NamedTuple):
-    """A record, what it counts for, and the names it is found by (SessionRecord.prefix_names)."""
+    """A record, and what it counts for."""
 
     record: SessionRecord
     nbytes: int
-    names: list[bytes]
 
 
 class MemoryLedgerStore:
@@ -68,10 +67,9 @@ class MemoryLedgerStore:
         if size > self._max_bytes:
             self._evicted += 1
             return
-        names = record.prefix_names()
-        self._records[at] = _Kept(record, size, names)
+        self._records[at] = _Kept(record, size)
         self._bytes += size
-        for name in names:
+        for name in record.prefix_names():
             self._by_name[record.tenant, name] = record.key
         while self._bytes > self._max_bytes:
             self._drop(next(iter(self._records)))
@@ -125,7 +123,7 @@ class MemoryLedgerStore:
             return False
         self._bytes -= kept.nbytes
         tenant, key = at
-        for name in kept.names:
+        for name in kept.record.prefix_names():
             # Another session may have taken the name over since.
             if self._by_name.get((tenant, name)) == key:
                 del self._by_name[tenant, name]

@@ -419,8 +419,6 @@ class _Work:
     def _divergence(self, spans: int, end: Span, old: Ledger, new: Ledger) -> Divergence | None:
         """Of `new`, which begins with the first `spans` spans of `old`, up to `end`."""
         match = self._match
-        answer = max((len(item.token_ids) for item in old.pending), default=0) // TOKEN_BYTES
-        had = old.num_tokens + answer
         if match is None:
             return None
         if match.messages < old.num_messages:
@@ -438,7 +436,7 @@ class _Work:
         else:
             return None
         tokens = common_tokens(old.tokens, new.tokens, end.tokens)
-        return Divergence(cause, message, tokens, end.text_bytes, max(had - tokens, 0))  # type: ignore[arg-type]
+        return Divergence(cause, message, tokens, end.text_bytes, max(old.num_tokens + old.longest_answer - tokens, 0))  # type: ignore[arg-type]
 
     def _as_text(self, reason: str) -> Continuation:
         """Rendered and tokenised as a whole; the ledger is good for identifying the session and no more."""

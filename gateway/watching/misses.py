@@ -241,15 +241,13 @@ def _divergence(history: TurnHistory) -> Divergence | None:
     if made.predecessor is not None or old is None or old.root != made.ledger.root:
         return made.divergence
     tokens = common_tokens(old.tokens, made.ledger.tokens)
-    answer = max((len(item.token_ids) for item in old.pending), default=0) // TOKEN_BYTES
-    return Divergence("message", 0, tokens, 0, max(old.num_tokens + answer - tokens, 0))
+    return Divergence("message", 0, tokens, 0, max(old.num_tokens + old.longest_answer - tokens, 0))
 
 
 def _expected(old: Ledger, reused: int, new: Ledger) -> int:
     """Tokens of whole blocks that the predecessor left and this prompt begins with; the last token of a prompt is always
     computed."""
-    answer = max((len(item.token_ids) for item in old.pending), default=0) // TOKEN_BYTES
-    return _whole(min(reused, old.num_tokens + answer), new)
+    return _whole(min(reused, old.num_tokens + old.longest_answer), new)
 
 
 def _whole(shared: int, new: Ledger) -> int:

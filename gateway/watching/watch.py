@@ -71,14 +71,12 @@ class TurnWatch:
         """The turn is over; `running` None: without a complete answer."""
         if watched is None or running is None:
             return
-        self.started(watched, running)
         try:
-            usage = running.usage
+            usage, place = running.usage, Place(running.workers, running.instances)
+            self.misses.started(watched.missed, usage.cached_tokens, place)
             prefill, _ = running.worker_seconds
-            self.misses.answered(
-                watched.missed, _message(running.choices[0]), usage, prefill, Place(running.workers, running.instances)
-            )
-            self.gaps.ended(watched.turn, watched.key, running.workers, called_tools(running))
+            self.misses.answered(watched.missed, _message(running.choices[0]), usage, prefill, place)
+            self.gaps.ended(watched.turn, watched.key, place.worker, called_tools(running))
             if watched.turn.session.final:
                 self.closed(watched.turn.session.tenant, watched.key)
         except Exception:

@@ -47,6 +47,7 @@ def test_it_shows_what_there_is_and_changes_nothing(kept):
         shown = json.loads(run("show", "--json"))
         told = [(each["tier"], each["key"], each["blocks"], each["used_bytes"], each["in_use"]) for each in shown]
         assert told == [("host", KEY.hex(), 10, 10 * BLOCK, False), ("disk", KEY.hex(), 8, 8 * BLOCK, False)]
+        assert shown[0]["model"] == "tiny", "known from the disk"
         assert (shown[1]["model"], shown[1]["max_bytes"]) == ("tiny", 20 * (BLOCK + 64))
     text = run("show")
     assert "tiny raw" in text

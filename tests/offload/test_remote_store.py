@@ -118,8 +118,11 @@ def test_a_server_that_dies_takes_the_tier_along_and_brings_it_back(remote, serv
     server.kill()
     assert not guarded.load(digest_of(1), np.zeros(BLOCK, dtype=np.uint8))
     assert guarded.errors == 1
-    assert guarded.store([outgoing(2, BLOCK)]) == []
+    assert not guarded.load(digest_of(1), np.zeros(BLOCK, dtype=np.uint8))
     assert guarded.errors == 1, "it is left alone"
+    for _ in range(2):
+        assert guarded.store([outgoing(2, BLOCK)]) == []
+    assert guarded.errors == 2, "for writing too"
     server.start()
     now[0] += 2
     deadline = time.monotonic() + 20

@@ -5,6 +5,7 @@ The reference is transformers in float32, as in test_exactness; through the tier
 
 import random
 import re
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -291,6 +292,29 @@ def test_a_tier_that_fails_is_left_alone_and_serving_goes_on(case, tiered, faili
     assert re.search(
         r"(reading from|writing to) the disk tier is left alone for 1 s: \[Errno 5\] Input/output error", caplog.text
     )
+
+
+def test_a_directory_that_is_removed_costs_what_was_in_it_and_is_made_anew(case, tiered, tmp_path, caplog):
+    engine = patient(tiered(case.model, host=False, disk=True))
+    driver = Driver(engine)
+    in_turn(driver, case, "cold")
+    tier = engine._tiers._stack.tiers[0]
+    shutil.rmtree(tmp_path / "disk")
+    tier.inner.inner._checked = float("-inf")
+    # Still open: what was there can be read, and what is new is lost once.
+    driver.add("new", random_prompt(77, 40), max_tokens=2)
+    run(driver)
+    assert engine.wait_for_tiers(60)
+    assert tier.errors == 1
+    assert "was removed; what lay there is lost, and it begins anew." in caplog.text
+    in_turn(driver, case, "without")
+    now = time.monotonic() + 100
+    tier._clock = lambda: now
+    in_turn(driver, case, "anew")
+    assert (tier.inner.inner.place / "data").exists()
+    whole_blocks = sum((len(prompt) - 1) // 4 * 4 for prompt in case.prompts)
+    assert in_turn(driver, case, "again") == whole_blocks
+    assert tier.errors == 1
 
 
 def test_the_world_is_told_what_the_tiers_hold(case, tiered):

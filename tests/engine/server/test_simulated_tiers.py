@@ -11,8 +11,9 @@ from engine.simulation.clock import VirtualClock
 from engine.simulation.config import CostModel, SimulationConfig
 from gateway.workers.protocol import Done, GenerateRequest, RetentionHint, SamplingParams, Started, Tokens
 from offload.config import OffloadConfig
-from prefix_cache.events import DEVICE, DISK, HOST, BlocksRemoved, BlocksStored
+from prefix_cache.events import DEVICE, DISK, HOST, BlocksRemoved, BlocksStored, EventBatch, Snapshot
 from prefix_cache.hashing import split_digests
+from prefix_cache.index import ResidencyIndex
 
 TOKEN_BYTES = 1000
 BLOCK = 16
@@ -147,6 +148,35 @@ def test_a_sibling_has_it_too_and_tells(simulated):
     assert len(told[HOST]) == len(told[DISK]) == 20
     assert {name: len(joined) // 16 for name, joined in other.snapshot().items()} == {HOST: 20, DISK: 20}
     assert ask(other, "there", prompt(1))[0] == 320
+
+
+def test_a_gateways_index_knows_who_has_what_in_which_tier(simulated):
+    one, other = simulated(host=30, disk=500), simulated(host=30, disk=500)
+    index = ResidencyIndex()
+    seq = defaultdict(int)
+
+    def listen():
+        for name, core in (("one", one), ("other", other)):
+            seq[name] += 1
+            index.apply(name, EventBatch(core.info.instance, seq[name], tuple(core.take_events())))
+
+    for name, core in (("one", one), ("other", other)):
+        index.apply(name, Snapshot(core.info.instance, 0, core.snapshot()))
+    wire = GenerateRequest(request_id="names", token_ids=prompt(1), sampling=SamplingParams(max_tokens=4), tenant="t")
+    digests = one.prepare(wire).digests
+    for number in (1, 2):
+        add(one, f"r{number}", prompt(number))
+        while one.has_work():
+            one.step()
+            listen()
+    listen()
+    found, lower = index.lookup_tiers(digests)
+    assert found == {"one": 20, "other": 20}
+
+    assert (lower["other"].device, lower["other"].remote) == (0, 0)
+    assert lower["other"].host + lower["other"].disk == 20
+    assert lower["other"].disk >= 10, "of the first prompt's blocks memory has given up those that the second took"
+    assert lower["one"].device > 0
 
 
 def test_the_bounds_hold_and_what_goes_is_told(simulated):
