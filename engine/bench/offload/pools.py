@@ -86,6 +86,7 @@ class Pools:
             outcome.prompt_tokens - outcome.cached_tokens,
             outcome.held,
             outcome.pauses,
+            outcome.computing / outcome.seconds if outcome.seconds else 0.0,
         )
 
     def _make(self, blocks: int, side: str, offload: OffloadConfig | None) -> Engine:

@@ -122,6 +122,9 @@ class VirtualTransfers:
         self._go_on()
         self._stores.extend(filled)
 
+    def computing(self, is_computing: bool) -> None:
+        """Stores come after everything else anyhow."""
+
     def promote(self, digests: Sequence[BlockHash]) -> None:
         """There is nothing below."""
 
