@@ -45,6 +45,13 @@ _BUNDLED = Path(__file__).parent.parent / "traces" / "bundled"
 @click.option(
     "--gap", type=click.FloatRange(0.01, 600), default=3.0, show_default=True, help="Mean time between turns, seconds."
 )
+@click.option(
+    "--within",
+    type=click.FloatRange(0, min_open=True),
+    default=None,
+    metavar="SECONDS",
+    help="In which the sessions begin.  [default: the gap]",
+)
 @click.option("--turn-tokens", type=click.IntRange(64), default=6000, show_default=True, help="Of the turn after a restart.")
 @click.option(
     "--share",
@@ -93,6 +100,7 @@ def offload_command(traces: tuple[Path, ...], **options: Any) -> None:
             output=options["output"],
             gap=options["gap"],
             seed=options["seed"],
+            within=options["within"],
         )
         config = EngineConfig(model=model, dtype=options["dtype"], threads=options["threads"], policy=options["policy"])
         bench = OffloadBench(
@@ -163,7 +171,7 @@ def lines_of(report: OffloadReport) -> Iterable[str]:
         yield _HEAD
         yield from map(_line, (*filter(None, (report.unlimited,)), *_ordered(report.pools)))
     if report.overload:
-        yield "twice as many as device and host tier hold together:"
+        yield "twice as many as the host tier holds:"
         yield _HEAD
         yield from map(_line, _ordered(report.overload))
     if report.shared_arena is not None and report.private_arenas is not None:
@@ -180,7 +188,7 @@ def lines_of(report: OffloadReport) -> Iterable[str]:
 
 _HEAD = (
     f"{'pool':>10} {'blocks':>7} {'':20} {'TTFT p50':>9} {'p99':>8} {'session':>9} {'p95':>8} {'tokens/s':>9} {'cached':>7} "
-    f"{'computed':>9} {'held':>5} {'paused':>6}"
+    f"{'computed':>9} {'held':>5} {'paused':>6} {'busy':>5}"
 )
 
 
@@ -193,5 +201,5 @@ def _line(row: Row) -> str:
     return (
         f"{pool:>10} {row.blocks:>7} {row.side:20} {row.first_token_p50:9.3f} {row.first_token_p99:8.3f} "
         f"{row.mean_completion:9.2f} {row.p95_completion:8.2f} {row.tokens_per_second:9.0f} {row.cached_share:7.1%} "
-        f"{row.computed_tokens:>9} {row.held:>5} {row.pauses:>6}"
+        f"{row.computed_tokens:>9} {row.held:>5} {row.pauses:>6} {row.busy:5.0%}"
     )

@@ -416,6 +416,8 @@ class Engine:
         copies = [copy for item in plan.scheduled for copy in item.copies]
         self._chooser.begin(plan)
         self._cancelling.begin(item.sequence.request.request_id for item in plan.scheduled)
+        if self._tiers is not None:
+            self._tiers.computing(True)
         try:
             logits = self._runner.run(batch, rows, copies)
         except BaseException:
@@ -423,6 +425,8 @@ class Engine:
             raise
         finally:
             self._cancelling.end()
+            if self._tiers is not None:
+                self._tiers.computing(False)
         for item in plan.scheduled:
             self._in_flight.computed(item.sequence, item.known)
             item.sequence.request.decode_passes += not item.is_prefill

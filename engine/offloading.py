@@ -214,6 +214,10 @@ class Offloading:
 
     # Storing, and what blocks are worth.
 
+    def computing(self, is_computing: bool) -> None:
+        """A step begins to compute, or has ended."""
+        self._transfers.computing(is_computing)
+
     def store(self, filled: Sequence[Filled]) -> None:
         """These blocks are full and computed."""
         missing = self._keeper.take_missing()

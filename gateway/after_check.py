@@ -31,6 +31,14 @@ def unenforced_warnings(unenforced: Sequence[Unenforced]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
+class Found:
+    """What one choice violates. `places`: (number of the call, JSON pointer into its arguments), of calls alone."""
+
+    sentences: tuple[str, ...] = ()
+    places: tuple[tuple[int, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class AfterCheck:
     """Of one turn."""
 
@@ -39,25 +47,30 @@ class AfterCheck:
     unenforced: tuple[Unenforced, ...]
     telemetry: Telemetry
 
-    async def of(self, choice: ChoiceState) -> list[str]:
-        """What the choice violates, a sentence each; [] where all is well or nothing has to be checked."""
+    async def of(self, choice: ChoiceState) -> Found:
+        """What the choice violates, a sentence each; none where all is well or nothing has to be checked."""
         tools = {one.tool for one in self.unenforced}
         sentences: list[str] = []
+        places: list[tuple[int, str]] = []
         for position, call in enumerate(choice.calls):
             if call.name in tools and call.complete:
                 schema = next((tool.parameters for tool in self.turn.tools if tool.name == call.name), None)
-                sentences += await self._check(schema or {}, "".join(call.arguments), f"call {position} of {call.name}")
+                found = await self._check(schema or {}, "".join(call.arguments), f"call {position} of {call.name}", sentences)
+                places += [(position, one.partition(": ")[0]) for one in found]
         wanted = self.turn.response_format.schema
         if None in tools and wanted is not None and not choice.calls and choice.finish_reason != "length":
-            sentences += await self._check(wanted, "".join(choice.text), "the answer")
-        return sentences
+            await self._check(wanted, "".join(choice.text), "the answer", sentences)
+        return Found(tuple(sentences), tuple(places))
 
-    async def _check(self, schema: dict[str, object] | bool, text: str, what: str) -> list[str]:
+    async def _check(self, schema: dict[str, object] | bool, text: str, what: str, sentences: list[str]) -> tuple[str, ...]:
+        """What is wrong, each with its JSON pointer in front; said in a sentence, too."""
         result = await self.checker.check(schema, text)
         self.telemetry.arguments_checked(result.state)
         if result.state == "valid":
-            return []
+            return ()
         said = "; ".join(result.found)
         if result.state == "unknown":
-            return [f"{what} could not be checked against its schema: {said}"]
-        return [f"{what} violates its schema: {said}"]
+            sentences.append(f"{what} could not be checked against its schema: {said}")
+            return ()
+        sentences.append(f"{what} violates its schema: {said}")
+        return result.found

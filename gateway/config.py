@@ -42,6 +42,7 @@ class HttpConfig:
     request to arrive, once its connection is there. `idle_timeout`: for which a connection is kept between requests.
     `max_header_bytes`: of all headers of a request. `max_connections`: beyond them, those that are idle are closed, and where
     none is, new ones get a 503; 0: no limit. `tls_cert`, `tls_key`: PEM files for HTTPS, read again when they change.
+    `second_tries`: a call of an answer that is not streamed is generated once more where it violates its schema.
     `body_memo_bytes`: for what is remembered of conversations' bodies, so that the next turn's is parsed from where it goes
     on; 0: nothing.
     `cors_origins`: of web pages that may call this gateway ("*": all); none by default.
@@ -65,6 +66,7 @@ class HttpConfig:
     idle_timeout: float = 75.0
     max_header_bytes: int = 64 * 1024
     max_connections: int = 10_000
+    second_tries: bool = False
     body_memo_bytes: int = 64 * MIB
     tls_cert: str | None = None
     tls_key: str | None = None

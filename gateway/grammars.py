@@ -17,11 +17,14 @@ from grammar.limits import DEFAULT_LIMITS
 from grammar.schemas.ladder import LAST_RUNG
 from grammar.tools import GrammarRefused, Unenforced
 
+_SPARED_MILLISECONDS = 250.0
+"""A list that takes too long to compile does so because of some tools; those estimated below this are hardly among them."""
+
 
 @dataclass(frozen=True, slots=True)
 class GrammarPlan:
     """`source`: of the grammar, None for any text. `unenforced`: what it does not hold, to be checked in what was generated.
-    `rung`: of the ladder (grammar.schemas.ladder)."""
+    `rung`: of the ladder (grammar.schemas.ladder), which is gone down twice: for what is heavy first, then for all."""
 
     source: str | None
     unenforced: tuple[Unenforced, ...] = ()
@@ -59,7 +62,7 @@ class GrammarPlans:
     def below(self, model: ServedModel, turn: Turn, refused: str, rung: int) -> GrammarPlan | None:
         """A plan that asks less of a worker than the grammar that it refused, which was of this rung: for this turn and those
         to come. None where less of the schemas would make no difference."""
-        for lower in range(rung + 1, LAST_RUNG + 1):
+        for lower in range(rung + 1, 2 * LAST_RUNG + 1):
             plan = make_plan(model, turn, lower)
             if plan.source != refused:
                 self._keep(_key(model, turn), plan)
@@ -92,7 +95,10 @@ def _size(plan: GrammarPlan) -> int:
 
 def make_plan(model: ServedModel, turn: Turn, rung: int = 0) -> GrammarPlan:
     """The grammar of a turn from this rung of the ladder on. Raises TurnError 400 that names the tool and a JSON pointer."""
-    schemas = Schemas(DEFAULT_LIMITS, rung)
+    if rung <= LAST_RUNG:
+        schemas = Schemas(DEFAULT_LIMITS, rung, spared_milliseconds=_SPARED_MILLISECONDS)
+    else:
+        schemas = Schemas(DEFAULT_LIMITS, rung - LAST_RUNG)
     try:
         source = model.tool_format.structural_tag(
             turn.tools, turn.tool_choice, turn.response_format, thinking=turn.thinking, schemas=schemas

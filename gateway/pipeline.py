@@ -17,6 +17,7 @@ from gateway.histories.keeper import Answered, HistoryKeeper, TurnHistory
 from gateway.models import ModelRegistry, ServedModel
 from gateway.prompts import PromptBuilder
 from gateway.running import RunningTurn, Usage, close_all
+from gateway.second_try import SecondTry
 from gateway.telemetry.telemetry import Telemetry
 from gateway.turn import Dispatcher, Generation, Prompt, Turn, TurnError, TurnObserver, TurnRecord
 from gateway.watching.watch import TurnWatch, called_tools
@@ -52,6 +53,7 @@ class Pipeline:
         self.telemetry = telemetry
         self._dispatcher = dispatcher
         self._checker = Checker()
+        self._second_tries = config.http.second_tries
         self._observers = tuple(observers)
         self._executor = ThreadPoolExecutor(config.http.threads, thread_name_prefix="prompt")
         self.keeper: HistoryKeeper | None = None
@@ -110,6 +112,19 @@ class Pipeline:
             raise
         unenforced = tuple(dict.fromkeys(one for prompt in sent for one in prompt.unenforced))
         check = AfterCheck(self._checker, turn, unenforced, self.telemetry) if unenforced else None
+        again: SecondTry | None = None
+        if check is not None and self._second_tries and not turn.stream:
+
+            async def start_again(changed: Turn, position: int, index: int) -> tuple[Generation, ChoiceDecoder]:
+                plan = await asyncio.get_running_loop().run_in_executor(
+                    self._executor, self.prompts.grammars.of, model, changed
+                )
+                prompt = dataclasses.replace(sent[position], grammar=plan.source, unenforced=plan.unenforced)
+                request_id = f"{turn.request_id}-again-{position}-{index}"
+                generation, _ = await self._dispatch(model, changed, session.key, prompt, info, request_id, trace_headers)
+                return generation, self._decoder(model, changed, index, plain=plain)
+
+            again = SecondTry(start_again, turn, check, self.telemetry)
         for one in unenforced:
             self.telemetry.keyword_unenforced(one.keyword)
         decoders = [self._decoder(model, turn, index, plain=plain) for index in range(turn.sampling.n * len(prompts))]
@@ -122,6 +137,7 @@ class Pipeline:
             ended,
             warnings=unenforced_warnings(unenforced),
             after_check=check,
+            second_try=again,
         )
 
     async def _dispatch(

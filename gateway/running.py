@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from gateway.after_check import AfterCheck
 from gateway.choices import ChoiceDecoder, ChoiceState, TurnEvent
+from gateway.second_try import SecondTry
 from gateway.turn import Generation, Migration, Receipt, SessionRef, TurnError
 from gateway.workers.protocol import Chunk, Done, Finished, Tokens
 
@@ -52,14 +53,17 @@ class RunningTurn:
         *,
         warnings: Sequence[str] = (),
         after_check: AfterCheck | None = None,
+        second_try: SecondTry | None = None,
     ) -> None:
         """`decoders`: as many for each generation, in order. `usage`: with the prompts already counted. `session`: whose turn
         it is; for one that named none, the session it was recognised as. `ended` is told what was used when nothing of it runs
-        any more. `warnings`: what the caller has to know of the grammars; `after_check`: what is done because of them."""
+        any more. `warnings`: what the caller has to know of the grammars; `after_check`: what is done because of them;
+        `second_try`: and where that finds something wrong, for a turn whose answer nobody reads before it is whole."""
         self.session = session
         self.warnings = tuple(warnings)
         self._ended = ended
         self._after_check = after_check
+        self._second_try = second_try
         self._generations = tuple(generations)
         self._decoders = tuple(decoders)
         self._choices = tuple([decoder.state for decoder in decoders])
@@ -67,6 +71,7 @@ class RunningTurn:
         self._per_generation = len(decoders) // len(generations)
         self._cached = [0] * len(generations)
         self._completion = [0] * len(generations)
+        self._again = 0  # tokens of second tries
         self._prompt_tokens = usage.prompt_tokens
         self._seconds = [(0.0, 0.0)] * len(generations)
         self._cached_known = [True] * len(generations)
@@ -107,8 +112,8 @@ class RunningTurn:
     def usage(self) -> Usage:
         """As known now; exact once `events` has ended."""
         if self._alone:
-            return Usage(self._prompt_tokens, self._cached[0], self._completion[0])
-        return Usage(self._prompt_tokens, sum(self._cached), sum(self._completion))
+            return Usage(self._prompt_tokens, self._cached[0], self._completion[0] + self._again)
+        return Usage(self._prompt_tokens, sum(self._cached), sum(self._completion) + self._again)
 
     @property
     def cached_known(self) -> bool:
@@ -184,14 +189,25 @@ class RunningTurn:
                 decoder = self._decoder(position, chunk.index)
                 delta, end = decoder.finish(chunk)
                 if self._after_check is not None:
-                    decoder.state.violations.extend(await self._after_check.of(decoder.state))
-                    end = replace(end, violations=tuple(decoder.state.violations))
+                    end = replace(end, violations=await self._checked(self._after_check, position, decoder.state))
                 return delta, end
             case Done():
                 self._cached[position], self._cached_known[position] = chunk.cached_tokens, chunk.cached_known
                 self._completion[position] = chunk.completion_tokens
                 self._seconds[position] = (chunk.prefill_seconds, chunk.decode_seconds)
         return ()
+
+    async def _checked(self, check: AfterCheck, position: int, state: ChoiceState) -> tuple[str, ...]:
+        """What a finished choice violates, or what it did that was replaced."""
+        found = await check.of(state)
+        if found.places and self._second_try is not None:
+            better, tokens = await self._second_try.of(position, state, found)
+            self._again += tokens
+            if better is not None:
+                self._choices = tuple([better if choice is state else choice for choice in self._choices])
+                return tuple(better.violations)
+        state.violations.extend(found.sentences)
+        return found.sentences
 
     async def aclose(self) -> None:
         """Ends the generations that still run, at once; idempotent. It comes to its end also when it is cancelled."""

@@ -1,4 +1,4 @@
-"""Grammar sources to token masks. The only file that imports xgrammar (and with it torch)."""
+"""Grammar sources to token masks. With the helper that tries them, the only file that imports xgrammar (and with it torch)."""
 
 from __future__ import annotations
 

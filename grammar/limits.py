@@ -41,6 +41,10 @@ class GrammarLimits:
     """Estimated compile time, of a source and of one schema in it, up to which it is compiled in process without a probe."""
     probe_processor_seconds: float = 0.5
     """What one trial may compute, so that bad input is answered within a second."""
+    probe_steps: int = 32
+    max_mask_milliseconds: float = 5.0
+    """A trial goes so many tokens along a grammar; one whose masks take longer in the mean would hold up the tokens of all
+    other requests of its batch."""
     probe_deadline_seconds: float = 5.0
     """How long one trial may take on a machine that has other things to do."""
     probe_memory_bytes: int = 4 << 30

@@ -26,9 +26,6 @@ ToEbnf = Callable[[dict[str, Any] | bool], str]
 UNWRITABLE = "\U0010ffff"
 """A character that is none (Unicode 16, section 23.7). Special tokens are written with it, and no free text may hold it."""
 
-MAX_SMALL_GRAMMAR = 2000
-"""Characters of EBNF up to which it counts as cheap."""
-
 MAX_REPEATED = 128
 """Counted repetition up to which a source counts as cheap."""
 
@@ -99,8 +96,6 @@ class _Reader:
             cost = self._regex(node["pattern"], path)
             self.milliseconds += cost if node["pattern"] not in self._patterns else 1.0  # its masks are there
             self._patterns.add(node["pattern"])
-        elif kind == "grammar" and _is_small_grammar(node.get("grammar")):
-            self.milliseconds += len(node["grammar"]) / 2
         elif kind in ("grammar", "regex", "qwen_xml_parameter") or "style" in node or _is_long_repeat(node):
             self.milliseconds = float("inf")
         return {key: self.read(child, (*path, key)) if isinstance(child, dict | list) else child for key, child in node.items()}
@@ -138,11 +133,6 @@ class _Reader:
         if set(node) <= {"type", "json_schema", "style"}:
             self.schemas.append((node, tool))
         return node
-
-
-def _is_small_grammar(text: object) -> bool:
-    """Short, and without counted repetition, which is what XGrammar takes long for."""
-    return isinstance(text, str) and len(text) <= MAX_SMALL_GRAMMAR and "{" not in text
 
 
 def _is_long_repeat(node: dict[str, Any]) -> bool:

@@ -15,11 +15,14 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import IO
 
 import msgspec
+import numpy as np
+import xgrammar
 
-from grammar.compiler import raw_compile, tokenizer_info
+from grammar.compiler import GrammarMatcher, allocate_bitmask, raw_compile, tokenizer_info
 from grammar.lowering import error_text
 from grammar.probe import Outcome, ProbeSetup, Trial, read_message, write_message
 
@@ -92,8 +95,8 @@ class _Forker:
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
             # Processor time, of all its threads; nothing handles the signal, so it ends the child wherever it is.
             signal.setitimer(signal.ITIMER_PROF, self._limits.probe_processor_seconds)
-            raw_compile(source, self._tokens, self._limits)
-            said = b"ok"
+            compiled = raw_compile(source, self._tokens, self._limits)
+            said = self._walked(compiled).encode() or b"ok"
         except MemoryError:
             said = _TOO_MUCH_MEMORY.encode()
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
@@ -102,6 +105,31 @@ class _Forker:
             with contextlib.suppress(OSError):
                 os.write(pipe, said)
             os._exit(0)
+
+    def _walked(self, compiled: xgrammar.CompiledGrammar) -> str:
+        """What is wrong with its masks, along tokens that are drawn from them; "" where they are fast enough."""
+        matcher = GrammarMatcher(xgrammar.GrammarMatcher(compiled), frozenset())
+        mask = allocate_bitmask(1, self._tokens.info.vocab_size)
+        random = Random(0)
+        stops = list(self._tokens.info.stop_token_ids)
+        spent = 0.0
+        steps = 0
+        while steps < self._limits.probe_steps:
+            steps += 1
+            begun = time.process_time()
+            matcher.fill_bitmask(mask, 0)
+            spent += time.process_time() - begun
+            bits = np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")
+            bits[stops] = 0
+            allowed = bits.nonzero()[0]
+            if not len(allowed) or not matcher.accept(int(allowed[random.randrange(len(allowed))])):
+                break
+        if spent * 1000 / steps <= self._limits.max_mask_milliseconds:
+            return ""
+        return (
+            f"takes {spent * 1000 / steps:.0f} ms a token, which would hold up other requests; "
+            "write it with less repetition and fewer ways to read the same text"
+        )
 
     def _hear(self, child: _Child) -> None:
         said = os.read(child.pipe, _READ_SIZE)

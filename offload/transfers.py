@@ -31,6 +31,8 @@ from prefix_cache.hashing import BlockHash
 logger = logging.getLogger(__name__)
 
 _STORE_BATCH = 16
+_STORE_SHARE = 0.03
+_LONGEST_SPARING = 0.5
 _MAX_STORES = 16_384
 _MAX_WRITES = 65_536
 _MAX_STAGED_BYTES = 64 << 20
@@ -99,6 +101,8 @@ class Transfers:
         self._promoted: OrderedDict[BlockHash, float] = OrderedDict()
         self._finished: deque[LoadTicket] = deque()
         self._busy = 0
+        self._is_computing = False
+        self._backlog = max(_STORE_BATCH, len(generations) // 8)
         work: list[tuple[str, deque[Any], Callable[[_Worker], None]]] = [
             ("fetch", self._fetches, self._fetch_next),
             ("store", self._stores, self._store_next),
@@ -128,6 +132,10 @@ class Transfers:
         with self._condition:
             self._fetches.append(ticket)
             self._condition.notify_all()
+
+    def computing(self, is_computing: bool) -> None:
+        """A step begins, or has ended: while one runs, stores leave it nearly all of the processor."""
+        self._is_computing = is_computing
 
     def store(self, filled: Sequence[Filled]) -> None:
         """Has full blocks stored, when there is time. The oldest are dropped when too many wait."""
@@ -318,11 +326,25 @@ class Transfers:
             while self._stores and len(batch) < _STORE_BATCH:
                 batch.append(self._stores.popleft())
         for filled in batch:
-            if not self._is_intact(filled):
-                self.counts.stale += 1
-                continue
-            if self._host is not None and self._host.prefix((filled.digest,)):
-                continue  # a sibling has stored it
+            began = time.thread_time()
+            self._store_one(filled, worker)
+            self._spare_steps(time.thread_time() - began)
+
+    def _spare_steps(self, spent: float) -> None:
+        """Waits after `spent` seconds of work so long that stores take a few percent of one core while a step runs, unless so
+        many wait that blocks might be given up before they are stored."""
+        until = time.monotonic() + min(spent * (1 / _STORE_SHARE - 1), _LONGEST_SPARING)
+        with self._condition:
+            while self._is_computing and len(self._stores) < self._backlog and not self._closing:
+                left = until - time.monotonic()
+                if left <= 0:
+                    break
+                self._condition.wait(left)
+
+    def _store_one(self, filled: Filled, worker: _Worker) -> None:
+        if not self._is_intact(filled):
+            self.counts.stale += 1
+        elif self._host is None or not self._host.prefix((filled.digest,)):  # else a sibling has stored it
             payload = worker.codec.encode(self._device.source(filled.block))
             if payload is None:
                 self.counts.unfit += 1

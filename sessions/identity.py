@@ -27,7 +27,6 @@ import functools
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
@@ -44,8 +43,7 @@ _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _CLAUDE_USER_ID = re.compile(r"_session_([0-9A-Za-z-]{8,64})\Z")
 
 
-@dataclass(frozen=True, slots=True)
-class SessionIdentity:
+class SessionIdentity(msgspec.Struct, frozen=True):
     """Who sent a request. `key` None: it names no session. `source` is the header or field that named it.
 
     `tenant` is a digest of the API key ("" without one); equal keys of two tenants are two sessions. `conflicts`: further

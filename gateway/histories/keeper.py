@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -69,8 +69,7 @@ class TurnHistory:
         return dataclasses.replace(self.session, key=self.key, source="prefix")
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
+class Answered(msgspec.Struct, frozen=True):
     """What became of a turn. `choices`: as they were returned; `called`: tools. () and None for one that failed. `worker`,
     `instance`: where it ran. `missed`: it reused less than its predecessor left."""
 
@@ -80,7 +79,7 @@ class Answered:
     missed: bool = False
     cached_tokens: int = 0
     completion_tokens: int = 0
-    seconds: tuple[float, float] = field(default=(0.0, 0.0))
+    seconds: tuple[float, float] = (0.0, 0.0)
     called: tuple[str, ...] | None = None
 
 

@@ -119,6 +119,12 @@ class GatewayMetrics:
         self.checks = counter(
             "schema_checks", "Finished calls and answers that were checked against their schema, by how it came out", "result"
         )
+        self.second_tries = counter(
+            "second_tries",
+            "Answers with a call that violated its schema that were generated once more, by how it came out "
+            "(valid, invalid, failed, or impossible where no part could be left out)",
+            "result",
+        )
         self.worker_failures = counter(
             "worker_failures", "Requests that a worker failed before its first chunk; they were tried elsewhere", "worker"
         )

@@ -293,6 +293,10 @@ class Telemetry:
         """Finished arguments, or an answer, were checked against their schema: valid, invalid or unknown."""
         self.metrics.checks.labels(result).inc()
 
+    def generated_again(self, result: str) -> None:
+        """A call that violated its schema was generated once more: valid, invalid, failed or impossible."""
+        self.metrics.second_tries.labels(result).inc()
+
     def render_metrics(self) -> bytes:
         """What /metrics answers, as METRICS_CONTENT_TYPE."""
         return self.metrics.render()

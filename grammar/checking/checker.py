@@ -17,6 +17,8 @@ from typing import Any, Literal
 import msgspec
 
 _MAX_WAITING = 64
+_START_SECONDS = 10.0
+"""What a check may take longer for which the process has to be started: a second, and more on a busy machine."""
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -60,8 +62,9 @@ class Checker:
         if len(work) > self._limits.bytes or self._waiting >= _MAX_WAITING:
             return Result("unknown", ("there is too much to check",))
         self._waiting += 1
+        starting = self._process is None or self._process.returncode is not None
         try:
-            async with asyncio.timeout(self._limits.seconds):
+            async with asyncio.timeout(self._limits.seconds + _START_SECONDS * starting):
                 async with self._lock:
                     return await self._exchange(work)
         except TimeoutError:

@@ -9,6 +9,7 @@ from typing import Any
 from grammar.limits import GrammarLimits
 from grammar.pattern import PatternRefused, can_be_checked, examine_pattern
 from grammar.schema import prepare_parameters, prepare_schema
+from grammar.schemas.cost import estimated_milliseconds
 from grammar.schemas.ladder import Relaxed
 from grammar.thinking import Thinking
 from grammar.tools import GrammarRefused, ResponseFormat, Tool, ToolChoice, Unenforced
@@ -130,10 +131,12 @@ def after_thinking(thinking: Thinking | None, content: Tag) -> Tag:
 class Schemas:
     """Turns the schemas of one request into tags."""
 
-    def __init__(self, limits: GrammarLimits, rung: int = 0) -> None:
-        """`rung`: where on the ladder (grammar.schemas.ladder) to begin."""
+    def __init__(self, limits: GrammarLimits, rung: int = 0, *, spared_milliseconds: float = 0.0) -> None:
+        """`rung`: where on the ladder (grammar.schemas.ladder) to begin. `spared_milliseconds`: schemas estimated to compile
+        faster begin at its top all the same."""
         self.limits = limits
         self._rung = rung
+        self._spared = spared_milliseconds
         self._relaxed: dict[str | None, Relaxed] = {}
 
     def note(self, tool: str | None, *keywords: str) -> None:
@@ -150,7 +153,10 @@ class Schemas:
     def parameters(self, tool: Tool) -> dict[str, Any]:
         """The prepared schema of a tool's arguments. Its title names the tool, for errors found while compiling."""
         relaxed: Relaxed = {}
-        prepared = prepare_parameters(tool.name, tool.parameters, self.limits, rung=self._rung, relaxed=relaxed)
+        prepared = prepare_parameters(tool.name, tool.parameters, self.limits, relaxed=relaxed)
+        if self._rung and estimated_milliseconds(prepared) >= self._spared:
+            relaxed = {}
+            prepared = prepare_parameters(tool.name, tool.parameters, self.limits, rung=self._rung, relaxed=relaxed)
         if relaxed:
             self._relaxed.setdefault(tool.name, {}).update(relaxed)
         return {"title": tool.name, **prepared}
@@ -176,7 +182,10 @@ class Schemas:
         if schema is None:
             raise GrammarRefused("A response format of kind json_schema needs a schema.", pointer="")
         relaxed: Relaxed = {}
-        prepared = prepare_schema(schema, self.limits, rung=self._rung, relaxed=relaxed)
+        prepared = prepare_schema(schema, self.limits, relaxed=relaxed)
+        if self._rung and estimated_milliseconds(prepared) >= self._spared:
+            relaxed = {}
+            prepared = prepare_schema(schema, self.limits, rung=self._rung, relaxed=relaxed)
         if relaxed:
             self._relaxed.setdefault(None, {}).update(relaxed)
         return {"type": "json_schema", "json_schema": prepared}

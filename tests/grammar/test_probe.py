@@ -1,9 +1,11 @@
 """Compiling in a process that can be killed: what never ends, what dies, and what is left running (nothing)."""
 
+import json
 import os
 import subprocess
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,18 +25,16 @@ def children_of(pid):
 
 
 def test_a_runaway_compile_is_killed_and_refused(tokenizer_json):
-    limits = GrammarLimits(probe_deadline_seconds=0.5, probe_processor_seconds=60.0, cheap_milliseconds=200.0)
+    """By what it computes, however busy the machine is; and by the clock."""
+    limits = GrammarLimits(probe_deadline_seconds=600.0, probe_processor_seconds=1.0, cheap_milliseconds=200.0)
     compiler = GrammarCompiler(tokenizer_json, LOGITS, STOPS, limits)
     try:
         source = HERMES.structural_tag([Tool("slow", parameters=RUNAWAY)], ToolChoice("required"))
-        with pytest.raises(GrammarRefused, match=r"takes more than 0\.5 seconds to compile; send fewer or simpler tools\.$"):
+        with pytest.raises(GrammarRefused, match=r"takes more than 1 seconds to compile; send fewer or simpler tools\.$"):
             compiler.compile(source)
         helper = compiler._prober._helper._process
         assert children_of(helper.pid) == []
-        begun = time.monotonic()
-        with pytest.raises(GrammarRefused, match=r"0\.5 seconds"):
-            compiler.compile(source)  # remembered
-        assert time.monotonic() - begun < 0.4
+        assert isinstance(next(iter(compiler._known.values())), GrammarRefused)  # remembered
         # What needs a trial and passes it is compiled.
         middling = HERMES.structural_tag(
             [Tool("middling", parameters=closed(a={"type": "string", "pattern": "^[a-z]{0,20}$"}))]
@@ -44,18 +44,37 @@ def test_a_runaway_compile_is_killed_and_refused(tokenizer_json):
         compiler.close()
     assert helper.poll() is not None
     compiler.close()
-
-
-def test_what_computes_too_long_is_killed_however_busy_the_machine_is(tokenizer_json):
-    limits = GrammarLimits(probe_deadline_seconds=600.0, probe_processor_seconds=0.25, cheap_milliseconds=0.0)
-    compiler = GrammarCompiler(tokenizer_json, LOGITS, STOPS, limits)
+    late = GrammarCompiler(
+        tokenizer_json, LOGITS, STOPS, replace(limits, probe_deadline_seconds=0.25, probe_processor_seconds=60.0)
+    )
     try:
-        with pytest.raises(GrammarRefused, match=r"takes more than 0\.25 seconds to compile; send fewer or simpler tools\.$"):
-            compiler.compile(HERMES.structural_tag([Tool("slow", parameters=RUNAWAY)], ToolChoice("required")))
-        assert children_of(compiler._prober._helper._process.pid) == []
-        assert compiler.compile(source_for(0)).memory_bytes > 0
+        with pytest.raises(GrammarRefused, match=r"takes more than 0\.25 seconds to compile"):
+            late.compile(source)
     finally:
-        compiler.close()
+        late.close()
+
+
+def ebnf(text):
+    return json.dumps({"type": "structural_tag", "format": {"type": "grammar", "grammar": text}})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('root ::= ("a" | "b" | [c-z]{0,30}){0,9999}', "takes more than"),  # a mask of it takes a second
+        ('root ::= s\ns ::= s s | s s s | "a" | [a-z] | ""', "takes more than|ms a token, which would hold up other requests"),
+        ("root ::= " + "a " * 40 + "\na ::= [a-z]*", "takes more than|ms a token, which would hold up other requests"),
+        ('root ::= "yes" | "no"', None),
+        ('root ::= item ("," item)*\nitem ::= [a-z]{1,20}', None),
+    ],
+)
+def test_a_grammar_whose_masks_are_slow_is_refused(compiler, text, words):
+    """However little it takes to compile, its masks are made on the thread that all requests share."""
+    if words is None:
+        assert compiler.compile(ebnf(text)).memory_bytes > 0
+    else:
+        with pytest.raises(GrammarRefused, match=words):
+            compiler.compile(ebnf(text))
 
 
 def test_a_probe_that_dies_is_no_answer_and_is_started_again(tokenizer_json):

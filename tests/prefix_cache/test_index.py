@@ -424,3 +424,42 @@ def test_a_long_prediction_stands_on_few_blocks():
     assert index.lookup(digests[:90]) == {"w": 90}
     index.retract(prediction)
     assert len(index) == 0
+
+
+def test_the_new_end_of_a_long_prompt_stands_on_few_blocks_too():
+    index = ResidencyIndex()
+    digests = fresh(6250)
+    index.apply("w", Snapshot("i", 0, {"device": join_digests(digests[:6186])}))
+    prediction = index.predict("w", digests, 6186)
+    assert index.predicted_blocks <= 4
+    assert index.lookup(digests) == {"w": 6250}
+    assert index.reported("w", digests, 6250) == 6186
+    # The turn after it, before its events have come: less than a leap is missing.
+    assert 6250 - 32 < index.lookup(digests + fresh(64, 1))["w"] <= 6250
+    index.apply("w", EventBatch("i", 1, (stored(digests[6186:]),)))
+    assert index.lookup(digests + fresh(64, 1)) == {"w": 6250}
+    index.retract(prediction)
+    assert index.lookup(digests) == {"w": 6250}
+    assert index.predicted_blocks == 0
+
+
+def test_what_is_only_expected_is_no_sign_of_a_cache_with_holes():
+    index = ResidencyIndex()
+    digests = fresh(400)
+    index.apply("w", Snapshot("i", 0, {"device": join_digests(digests[:300])}))
+    index.apply("w", EventBatch("i", 1, (removed(digests[100:300]),)))
+    index.predict("w", digests, 100)
+    assert index.check_order("w", digests)
+    index.apply("w", EventBatch("i", 2, (stored(digests[200:300]),)))
+    assert not index.check_order("w", digests)
+
+
+def test_a_cache_with_holes_is_told_of_every_block_of_a_short_new_end():
+    index = ResidencyIndex()
+    digests = fresh(400)
+    index.apply("w", Snapshot("i", 0, {"device": join_digests(digests[:150] + digests[160:350])}))
+    assert not index.check_order("w", digests)
+    index.apply("w", EventBatch("i", 1, (stored(digests[150:160]),)))
+    index.predict("w", digests, 350)
+    # Its prompts are walked block by block.
+    assert index.lookup(digests[:390] + fresh(5, 1)) == {"w": 390}

@@ -155,6 +155,7 @@ async def _replay(
         for thread in threads:
             await thread.close()
         for engine in engines:
+            outcome.computing += engine.forward_seconds
             await asyncio.to_thread(engine.close)
     return outcome
 

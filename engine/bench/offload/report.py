@@ -36,7 +36,8 @@ class OffloadBench:
 @dataclass(frozen=True, slots=True)
 class Row:
     """One side with one pool. `share`: asked for; `blocks`: what it was, since a pool holds the largest turn at least. Seconds;
-    first tokens are those of each session's later turns, completions run from a session's first turn to the end of its last."""
+    first tokens are those of each session's later turns, completions run from a session's first turn to the end of its last.
+    `busy`: share of the time in forward passes; near 1 everybody waits for the machine, whatever the pool."""
 
     share: float
     side: str
@@ -51,6 +52,7 @@ class Row:
     computed_tokens: int
     held: int = 0
     pauses: int = 0
+    busy: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,16 +31,19 @@ def sessions_of(
     output: int,
     gap: float,
     seed: int,
+    within: float | None = None,
 ) -> list[Session]:
     """`count` sessions from histories (name, prompts), again with another name in the first prompt's end when there are fewer.
-    Gaps are drawn from an exponential distribution with the mean `gap`, and sessions begin within one such time."""
+    Gaps are drawn from an exponential distribution with the mean `gap`, and sessions begin within one such time, or
+    `within` so many seconds."""
     chance = random.Random(seed)
     made = []
     for number in range(count):
         name, prompts = histories[number % len(histories)]
         again = number // len(histories)
         taken = [_changed(prompt, again, len(prompts[0]) - 32) for prompt in prompts[:turns]]
-        gaps = tuple(chance.uniform(0, gap) if turn == 0 else chance.expovariate(1 / gap) for turn in range(len(taken)))
+        begins = gap if within is None else within
+        gaps = tuple(chance.uniform(0, begins) if turn == 0 else chance.expovariate(1 / gap) for turn in range(len(taken)))
         made.append(Session(f"{name}-{again}", tuple(taken), (output,) * len(taken), gaps))
     return made
 
