@@ -43,7 +43,7 @@ def sessions():
 
 def side(smallest, sessions, share: float, make_tiers=None):
     blocks = int(share * working_set(sessions, 16))
-    config = virtual_config(max_draft_tokens=0)
+    config = virtual_config(policy="fcfs", max_draft_tokens=0)
     outcome, engine = replay_virtually(smallest, sessions, 6.0, config, blocks=blocks, hints=True, make_tiers=make_tiers)
     engine.check_integrity()
     assert len(outcome.completions) == len(sessions)
