@@ -315,23 +315,26 @@ class TurnEndpoint:
         interval = self._http.ping_interval
         seen = False
         while True:
-            left, quiet = patience.left(), max(0.0, interval - stream.idle)
-            if await reader.wait(quiet if left is None else min(quiet, left)):
-                patience.heard()
-                frames: list[bytes] = []
-                while reader.ready and (event := reader.take()) is not None:
-                    if not seen and _has_tokens(event):
-                        seen = True
-                        first_token()
-                    frames.append(answer.event(event))
-                # What came at once goes at once.
-                await stream.send(b"".join(frames))
-                if event is None:
-                    return
-            else:
-                patience.check()
+            if not reader.ready:
+                left, quiet = patience.left(), max(0.0, interval - stream.idle)
+                if not await reader.wait(quiet if left is None else min(quiet, left)):
+                    patience.check()
+                    if stream.idle >= interval:
+                        await stream.send(PING)
+                    continue
+            patience.heard(reader.shared.heard)
+            frames: list[bytes] = []
+            while reader.ready and (event := reader.take()) is not None:
+                if not seen and _has_tokens(event):
+                    seen = True
+                    first_token()
+                frames.append(answer.event(event))
+            # What came at once goes at once.
+            await stream.send(frames[0] if len(frames) == 1 else b"".join(frames))
+            if event is None:
+                return
             if stream.idle >= interval:
-                await stream.send(PING)
+                await stream.send(PING)  # text is withheld
 
     def _conclude(
         self,

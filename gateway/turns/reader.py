@@ -41,7 +41,7 @@ class Reader:
 
     async def wait(self, timeout: float | None = None) -> bool:
         """Whether `take` has something to say within `timeout` seconds."""
-        return await self._until(lambda: self.shared.has(self._number), timeout)
+        return await self._until(self._is_ready, timeout)
 
     async def begun(self, timeout: float | None = None) -> Begun | None:
         """The turn, once its prompts are on their workers; None when they are not within `timeout` seconds. Raises what became
@@ -94,6 +94,9 @@ class Reader:
         if not self._left:
             self._left = True
             await self.shared.left(self)
+
+    def _is_ready(self) -> bool:
+        return self.shared.has(self._number)
 
     async def _until(self, there: Callable[[], bool], timeout: float | None) -> bool:
         """Whether it is there within `timeout` seconds. Cancelling it disturbs nobody."""

@@ -190,12 +190,13 @@ class SharedTurn:
             for reader in self._readers:
                 if reader.on_first_token is not None:
                     reader.on_first_token()
-        if not self.events.whole:
-            self._trim()
+        self._trim()
         self._hear()
 
     def _ahead(self) -> int:
         """Events that no reader has taken."""
+        if len(self._readers) == 1:
+            return self.events.next - self._readers[0].number
         if not self._readers:
             return self.events.next - self.events.first
         return self.events.next - max([reader.number for reader in self._readers])
@@ -218,16 +219,18 @@ class SharedTurn:
 
     def _trim(self) -> None:
         """Drops what nobody needs; and what only a reader needs that is too far behind the others."""
-        places = [reader.number for reader in self._readers]
-        if places:
-            self.events.trim(min(places), max(places))
-        else:
-            self.events.trim(self.events.next, self.events.next)
+        if self.events.whole:
+            return
+        if len(self._readers) == 1:
+            number = self._readers[0].number
+            self.events.trim(number, number)
+            return
+        places = [reader.number for reader in self._readers] or [self.events.next]
+        self.events.trim(min(places), max(places))
 
     def took(self) -> None:
         """A reader has gone on."""
-        if not self.events.whole:
-            self._trim()
+        self._trim()
         if self._room is not None and self._ahead() < _AHEAD // 2:
             if not self._room.done():
                 self._room.set_result(None)
