@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +51,8 @@ if TYPE_CHECKING:
     "formats",
     multiple=True,
     type=click.Choice(FORMAT_NAMES),
-    help="How --calls are written; repeatable, each takes an equal share. [default: hermes]",
+    help="How calls are written; repeatable, and each takes an equal share of --calls. [default: hermes; the list is compiled "
+    "in all of them]",
 )
 @click.option(
     "--resume",
@@ -90,7 +92,7 @@ def grammar_command(**options: Any) -> None:
                 written[f"suite {suite.name}"] = [_row_json(row) for row in rows]
             if options["walks"]:
                 written["walks"] = _walks(out, directory, compiler, tools, options["walks"])
-            written["cost"] = _cost(out, directory, compiler, tools, options["list_size"])
+            written["cost"] = _cost(out, directory, compiler, tools, options["list_size"], options["formats"] or FORMAT_NAMES)
         finally:
             compiler.close()
         if options["calls"]:
@@ -154,33 +156,43 @@ def _row_json(row: KeywordRow) -> dict[str, Any]:
     return {"keyword": row.keyword, **dict(zip(names, _figures(row), strict=True)), "relaxed": row.relaxed}
 
 
-def _cost(out: Any, directory: Path, compiler: Any, tools: list[Any], size: int) -> dict[str, Any]:
-    """Prints and returns what the list costs to compile and a token of it to mask."""
+def _cost(out: Any, directory: Path, compiler: Any, tools: list[Any], size: int, formats: Sequence[str]) -> dict[str, Any]:
+    """Prints and returns what the list costs to compile in these formats, and a token of it to mask."""
     from cli.grammar_bench.tools import of_size
     from cli.grammar_bench.walks import random_calls
     from grammar.bench.cost import compile_milliseconds, token_cost
     from grammar.formats.registry import format_named
-    from grammar.tools import ToolChoice
+    from grammar.tools import GrammarRefused, ToolChoice
 
     listed = of_size(tools, size)
-    source = format_named("hermes").structural_tag(listed, ToolChoice("required"))
+    choice = ToolChoice("required")
+    out.print(f"\na list of {len(listed)} tools, milliseconds at its first use and at its second (medians of 3):")
+    by_format: dict[str, Any] = {}
+    for name in formats:
+        try:
+            source = format_named(name).structural_tag(listed, choice)
+        except GrammarRefused as refused:
+            out.print(f"  {name}: refused: {refused.message}", markup=False)
+            continue
+        if source is None:
+            raise ValueError("there are no tools to compile")
+        first, second = compile_milliseconds(lambda: _compiler(directory), source, 3)
+        by_format[name] = {"first_ms": first, "second_ms": second}
+        out.print(f"  {name}: {first:,.0f}, {second:,.2f}")
+    width, stops = _vocabulary(directory)
+    source = format_named("hermes").structural_tag(listed, choice)
     if source is None:
         raise ValueError("there are no tools to compile")
-    first, second = compile_milliseconds(lambda: _compiler(directory), source, 3)
-    out.print(f"\na list of {len(listed)} tools: first use {first:,.0f} ms, second {second:,.2f} ms (medians of 3)")
-    width, stops = _vocabulary(directory)
-    compiled = compiler.compile(source)
-    walks = random_calls(directory / "tokenizer.json", compiled, width, stops, count=24)
-    cost: TokenCost = token_cost(compiled, walks, width)
+    walks = random_calls(directory / "tokenizer.json", compiler.compile(source), width, stops, count=24)
+    cost: TokenCost = token_cost(compiler.compile(source), walks, width)
     out.print(
-        f"a token of its calls, microseconds at p50 / p99: mask {cost.fill.p50:,.1f} / {cost.fill.p99:,.1f}, "
+        f"a token of its calls in hermes, microseconds at p50 / p99: mask {cost.fill.p50:,.1f} / {cost.fill.p99:,.1f}, "
         f"advance {cost.advance.p50:,.1f} / {cost.advance.p99:,.1f}, both {cost.both.p50:,.1f} / {cost.both.p99:,.1f} "
         f"({cost.both.count:,} tokens)"
     )
     return {
         "tools": len(listed),
-        "first_ms": first,
-        "second_ms": second,
+        "formats": by_format,
         "both_us_p50": cost.both.p50,
         "both_us_p99": cost.both.p99,
         "tokens": cost.both.count,

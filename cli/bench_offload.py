@@ -171,7 +171,7 @@ def lines_of(report: OffloadReport) -> Iterable[str]:
         yield _HEAD
         yield from map(_line, (*filter(None, (report.unlimited,)), *_ordered(report.pools)))
     if report.overload:
-        yield "twice as many as device and host tier hold together:"
+        yield "twice as many as the host tier holds:"
         yield _HEAD
         yield from map(_line, _ordered(report.overload))
     if report.shared_arena is not None and report.private_arenas is not None:

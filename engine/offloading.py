@@ -147,6 +147,10 @@ class Offloading:
         if tier is not None and seconds > tier.cost.seconds:
             tier.cost.took(1, seconds)
 
+    def _is_worth_loading(self, tier: GuardedTier) -> bool:
+        computing = self.prefill.seconds(_TYPICAL_CONTEXT, self._pool.block_size)
+        return tier.is_available and (self._always or tier.cost.seconds < computing)
+
     def _left(self, load: _Load) -> float:
         """Seconds of loading that a load has still before it, as was expected."""
         ticket = load.ticket
@@ -156,7 +160,7 @@ class Offloading:
     def is_fast(self) -> bool:
         """True when the fastest tier brings a block in less time than computing it takes."""
         fastest = next((tier for tier in self._stack.tiers if tier.is_available), None)
-        return fastest is not None and fastest.cost.seconds < self.prefill.seconds(_TYPICAL_CONTEXT, self._pool.block_size)
+        return fastest is not None and self._is_worth_loading(fastest)
 
     def reach(self, digests: Sequence[BlockHash]) -> int:
         """How many of `digests`, counted from the first, can be brought onto the device now, from the fastest tier."""
@@ -252,9 +256,9 @@ class Offloading:
 
     @property
     def capacity(self) -> int:
-        """Blocks that this engine's share of the largest tier of this machine holds, of those that can be used now. How much of
-        a remote one is ours nobody knows."""
-        usable = {tier.name for tier in self._stack.tiers if tier.is_available and tier.name in (HOST, DISK)}
+        """Blocks that this engine's share of the largest tier of this machine holds, of those that can be used now, and from
+        which loading is faster than computing. How much of a remote one is ours nobody knows."""
+        usable = {tier.name for tier in self._stack.tiers if tier.name in (HOST, DISK) and self._is_worth_loading(tier)}
         shares = (tier.max_bytes // (self._block_bytes * tier.users) for tier in self.stats() if tier.name in usable)
         return max(shares, default=0)
 

@@ -39,8 +39,8 @@ _BEYOND_P90 = 2.0
 class DoorConfig:
     """`low`, `high`: of what device and tiers hold: sessions begin and resume as long as they stay below `low`, and pause
     beyond `high`. `overtakes`: turns that pass before the first at the door goes in regardless. `patience`: seconds for which a
-    session counts as in progress between two turns when nobody says when it will be back. `most_idle`: seconds of idleness
-    that are remembered."""
+    session counts as in progress between two turns, at most, and where nobody says when it will be back. `most_idle`: seconds
+    of idleness that are remembered."""
 
     low: float = 0.6
     high: float = 1.0
@@ -231,7 +231,8 @@ class SessionDoor:
         """The session is back in this many seconds in nine of ten cases."""
         known = self._sessions.get(session)
         if known is not None:
-            self._stays(known, now + max(_BEYOND_P90 * return_p90, return_p90 + _LEAST_GRACE))
+            away = max(_BEYOND_P90 * return_p90, return_p90 + _LEAST_GRACE)
+            self._stays(known, now + min(away, self.config.patience))
 
     def pinned(self, session: int, seconds: float, now: float) -> None:
         """Somebody asks for its KV to be kept for so long; 0: no longer."""

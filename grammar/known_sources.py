@@ -23,11 +23,12 @@ _DIGEST_BYTES = 16
 @dataclass(frozen=True, slots=True)
 class KnownLimits:
     """Of one folder: at most so many sources, of so many bytes altogether. `worth_milliseconds`: what compiles faster is not
-    kept."""
+    kept, nor what is shorter than `least_bytes`: patterns and single schemas, which hold more of a caller than of tools."""
 
     entries: int = 64
     bytes: int = 32 << 20
     worth_milliseconds: float = 20.0
+    least_bytes: int = 1024
 
 
 class KnownSources:
@@ -54,7 +55,7 @@ class KnownSources:
         if milliseconds < self.limits.worth_milliseconds:
             return
         encoded = source.encode("utf-8", "surrogatepass")
-        if len(encoded) > self.limits.bytes:
+        if not self.limits.least_bytes <= len(encoded) <= self.limits.bytes:
             return
         path = self._directory / _name(encoded)
         try:

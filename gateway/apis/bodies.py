@@ -12,6 +12,7 @@ import orjson
 from aiohttp import ClientPayloadError, web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from gateway.apis.nesting import too_deep
 from gateway.turn import TurnError
 
 T = TypeVar("T")
@@ -127,6 +128,8 @@ def _not_json(raw: bytes, error: orjson.JSONDecodeError) -> TurnError:
             "malformed_body",
             f"The body is not UTF-8: byte {decoding.start} (0x{raw[decoding.start]:02x}) is out of place.",
         )
+    if "depth" in error.msg:
+        return too_deep(error.doc, error.pos)
     return TurnError(
         400, "malformed_body", f"The body is not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})."
     )

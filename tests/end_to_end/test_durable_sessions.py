@@ -19,7 +19,7 @@ from tests.redis_server import redis_server
 BLOCK = 16
 SYSTEM = {"role": "system", "content": "You tell the story of a library. " + "Be kind to every reader of it. " * 30}
 GREEDY = {"temperature": 0}
-WILD = {"temperature": 1.6, "seed": 5}
+WILD = {"temperature": 1.6, "seed": 2}
 """What is generated so is not what the tokenizer makes of its text."""
 TURNS = {"greedy": GREEDY, "filed": WILD, "shared": WILD}
 

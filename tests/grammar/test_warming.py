@@ -12,7 +12,7 @@ from grammar.warming import SHARED, warm_up
 
 
 def known_at(path, **limits):
-    return KnownSources(path, b"vocabulary", KnownLimits(**{"worth_milliseconds": 0.0, **limits}))
+    return KnownSources(path, b"vocabulary", KnownLimits(**{"worth_milliseconds": 0.0, "least_bytes": 1, **limits}))
 
 
 def used_at(path, known, source, seconds):
@@ -25,7 +25,8 @@ def used_at(path, known, source, seconds):
 
 
 def test_what_took_long_is_found_again_last_used_first(tmp_path):
-    known = KnownSources(tmp_path, b"v", KnownLimits(worth_milliseconds=20))
+    known = KnownSources(tmp_path, b"v", KnownLimits(worth_milliseconds=20, least_bytes=4))
+    known.compiled("abc", 100.0)
     used_at(tmp_path, known, "fast", 1)
     assert list(known.all()) == ["fast"]
     known.compiled("too fast", 19.9)
@@ -33,6 +34,7 @@ def test_what_took_long_is_found_again_last_used_first(tmp_path):
     used_at(tmp_path, known, "slow é", 2)
     assert list(known.all()) == ["slow é", "fast"]
     known.compiled("fast", 20.0)  # once more, now
+    assert KnownLimits().least_bytes > len(SHARED)
     assert list(KnownSources(tmp_path, b"v").all()) == ["fast", "slow é"]
     assert list(KnownSources(tmp_path, b"another vocabulary").all()) == []
 

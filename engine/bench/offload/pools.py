@@ -41,12 +41,12 @@ class Pools:
                 report.pools.append(self._row(share, side, blocks, self._bench.sessions, host))
 
     def overload(self) -> None:
-        """Twice as many sessions as device and host tier hold together: the tier is as large as the pool is too small."""
+        """Twice as many sessions as the host tier holds."""
         report = self._report
         for share in self._shares:
             blocks = max(self._least, int(share * report.working_set))
             for side in (PLAIN, OURS):
-                host = max(0, report.working_set - blocks) if side == OURS else 0
+                host = report.working_set if side == OURS else 0
                 report.overload.append(self._row(share, side, blocks, self._bench.twice, host))
 
     def shared(self) -> None:

@@ -23,6 +23,7 @@ from offload.tier import Outgoing, TierFigures
 from offload.transfers import Filled, TransferCounts
 from prefix_cache.block_pool import BlockPool
 from prefix_cache.events import HOST, KVEvent
+from prefix_cache.expected_use import ExpectedUsePolicy
 from prefix_cache.hashing import BlockHash
 
 _NOTHING: Bytes = np.empty(0, dtype=np.uint8)
@@ -32,12 +33,16 @@ SecondsOf = Callable[[float], float]
 
 
 class VirtualTier:
-    """A `Tier` that has all it was given."""
+    """A `Tier` that has what it was given; beyond `max_blocks` what is worth least goes."""
 
     name = HOST
 
-    def __init__(self) -> None:
-        self.has: set[BlockHash] = set()
+    def __init__(self, clock: Callable[[], float], max_blocks: int = 1 << 60) -> None:
+        self.has: dict[BlockHash, int] = {}
+        self._max_blocks = max_blocks
+        self._digests: dict[int, BlockHash] = {}
+        self._order = ExpectedUsePolicy(clock)
+        self._next = 0
 
     def prefix(self, digests: Sequence[BlockHash]) -> int:
         for at, digest in enumerate(digests):
@@ -51,20 +56,42 @@ class VirtualTier:
     def ahead(self, digests: Sequence[BlockHash]) -> None:
         """Nothing to prepare."""
 
+    def touch(self, digests: Sequence[BlockHash]) -> None:
+        """These were used, so they are the last to go of their kind; the end of a sequence before its beginning."""
+        for digest in reversed(digests):
+            number = self.has.get(digest)
+            if number is not None:
+                self._order.remove(number)
+                self._order.add(number)
+
     def store(self, blocks: Sequence[Outgoing]) -> list[BlockHash]:
-        self.has.update(block.digest for block in blocks)
-        return [block.digest for block in blocks]
+        for block in blocks:
+            if block.digest in self.has or not self._max_blocks:
+                continue
+            if len(self.has) >= self._max_blocks:
+                del self.has[self._digests.pop(self._order.pop())]
+            self.has[block.digest], self._digests[self._next] = self._next, block.digest
+            self._order.add(self._next)
+            self._next += 1
+        return [block.digest for block in blocks if block.digest in self.has]
 
     def evict(self, digests: Iterable[BlockHash]) -> int:
-        gone = self.has.intersection(digests)
-        self.has -= gone
+        gone = [digest for digest in digests if digest in self.has]
+        for digest in gone:
+            number = self.has.pop(digest)
+            del self._digests[number]
+            self._order.remove(number)
+            self._order.forget(number)
         return len(gone)
 
     def mark(self, digests: Sequence[BlockHash], standing: int, *, expected: float = 0.0, session: int = 0) -> int:
-        return sum(digest in self.has for digest in digests)
+        found = [self.has[digest] for digest in reversed(digests) if digest in self.has]
+        for number in found:
+            self._order.mark(number, standing, expected, session)
+        return len(found)
 
     def figures(self) -> TierFigures:
-        return TierFigures(len(self.has), len(self.has), 1 << 60)
+        return TierFigures(len(self.has), len(self.has), self._max_blocks)
 
     def check_integrity(self) -> None:
         """There are no books."""
@@ -153,6 +180,8 @@ class VirtualTransfers:
                 while queue and (queue[0].cancelled or queue[0].loaded == len(queue[0].blocks)):
                     ticket = queue.popleft()
                     ticket.done = True
+                    if isinstance(self._tier.inner, VirtualTier):
+                        self._tier.inner.touch(ticket.digests[: ticket.loaded])
                     if queue is self._loads:
                         self._finished.append(ticket)
             loading = next((queue[0] for queue in (self._loads, self._fetches) if queue), None)
@@ -178,10 +207,13 @@ class VirtualTransfers:
 
 
 class VirtualKeeper:
-    """What `offload.keeper.TierKeeper` is, where nothing has to be looked after."""
+    """What `offload.keeper.TierKeeper` is, where nothing has to be looked after but what blocks are worth."""
+
+    def __init__(self, tier: GuardedTier) -> None:
+        self._tier = tier
 
     def mark(self, digests: Sequence[BlockHash], standing: int, *, expected: float = 0.0, session: int = 0) -> None:
-        """The tier holds everything."""
+        self._tier.mark(digests, standing, expected=expected, session=session)
 
     def at(self, when: float, work: Callable[[], None]) -> None:
         """There is nothing below to promote from."""
@@ -201,7 +233,7 @@ class VirtualKeeper:
 
 class VirtualTiers:
     """Makes the tiers of an engine on a virtual clock. load_seconds, store_seconds: of a block. believed: what a block is
-    believed to take before any was loaded."""
+    believed to take before any was loaded. max_blocks: that the tier holds."""
 
     def __init__(
         self,
@@ -211,8 +243,10 @@ class VirtualTiers:
         believed: float = 2e-4,
         *,
         always: bool = False,
+        max_blocks: int = 1 << 60,
     ) -> None:
         self._clock = clock
+        self._max_blocks = max_blocks
         self._load_seconds = load_seconds
         self._store_seconds = store_seconds
         self._believed = believed
@@ -221,7 +255,7 @@ class VirtualTiers:
 
     def __call__(self, pool: BlockPool) -> Offloading:
         """For the engine."""
-        tier = GuardedTier(VirtualTier(), TransferCost(self._believed, self._clock), self._clock)
+        tier = GuardedTier(VirtualTier(self._clock, self._max_blocks), TransferCost(self._believed, self._clock), self._clock)
         self.transfers = VirtualTransfers(tier, pool.generations, self._clock, self._load_seconds, self._store_seconds)
-        movers = Movers(self.transfers, VirtualKeeper())
+        movers = Movers(self.transfers, VirtualKeeper(tier))
         return Offloading(TierStack((tier,), ()), pool, lambda _news, _waits: movers, 1, always=self._always, clock=self._clock)

@@ -172,7 +172,8 @@ def test_sessions_that_do_not_come_back_make_room():
     hall.end(waiting, 29)
     other, _ = hall.come(4, 29)
     hall.now = 70.0
-    assert hall.look() == [other], "nobody has said when the third is back"
+    assert hall.look() == [other], "nobody has said when the third is back, and nobody waits for long for the first"
+    assert hall.door.in_progress == 1
 
 
 def test_a_pinned_session_stays_as_long_as_it_is_pinned_and_pauses_last():

@@ -79,12 +79,13 @@ async def run_gateway(
     ledger=True,
     turns=None,
     misses=None,
+    tool_format=None,
     **http,
 ):
     auth = auth or {}
     sessions = {name: http.pop(name) for name in ("max_bytes",) if name in http}
     config = GatewayConfig(
-        models=(ModelConfig("tiny", directory, aliases),),
+        models=(ModelConfig("tiny", directory, aliases, tool_format=tool_format),),
         http=HttpConfig(port=0, **http),
         auth=AuthConfig(keys=tuple(api_keys), **auth),
         turns=turns or TurnsConfig(),
