@@ -103,10 +103,7 @@ class RemoteStore:
 
     def evict(self, digests: Iterable[BlockHash]) -> int:
         gone = tuple(digests)
-        self._learned(gone, there=False)
-        count, totals = self.books.drop(gone)
-        self._saw(totals)
-        return count
+        return self._drop(gone, "evicted")
 
     def mark(self, digests: Sequence[BlockHash], standing: int, *, expected: float = 0.0, session: int = 0) -> int:
         return self.books.mark(digests, standing, expected, session)
@@ -179,5 +176,12 @@ class RemoteStore:
 
     def _heal(self, digest: BlockHash) -> None:
         self._damage.say("a block in Redis was damaged and is gone.")
-        self._learned((digest,), there=False)
-        self._saw(self.books.drop((digest,), "healed")[1])
+        self._drop((digest,), "healed")
+
+    def _drop(self, digests: Sequence[BlockHash], counted: str) -> int:
+        self._learned(digests, there=False)
+        count, totals = self.books.drop(digests, counted)
+        # Again: who looked in between may have found them still there.
+        self._learned(digests, there=False)
+        self._saw(totals)
+        return count

@@ -303,6 +303,24 @@ def test_a_thousand_corruptions_in_redis_give_no_wrong_block(remote, server):
     assert min(kinds.values()) > 50
 
 
+def test_a_look_in_the_middle_of_a_drop_does_not_bring_a_block_back(remote):
+    store = remote()
+    store.store([outgoing(1, BLOCK), outgoing(2, BLOCK)])
+    drop = store.books.drop
+
+    def looked_at(digests, counted):
+        store._looked_at = None
+        store.refresh()
+        assert store.prefix([digest_of(1)]) == 1
+        return drop(digests, counted)
+
+    store.books.drop = looked_at
+    assert store.evict([digest_of(1)]) == 1
+    assert store.prefix([digest_of(1)]) == 0
+    assert store.store([outgoing(1, BLOCK)]) == [digest_of(1)]
+    assert loaded(store, 1)
+
+
 def test_books_that_are_no_books_are_begun_anew_and_give_no_wrong_block(remote, server):
     store = remote()
     with redis.Redis(port=server.port) as client:
