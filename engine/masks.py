@@ -3,7 +3,7 @@
 There are two times for it. When a token has been taken, the mask behind it says whether the grammar leaves a choice at all. A
 token that is forced goes into the next pass for nothing, so this mask is made at once, for all sequences together; mostly it
 takes a microsecond. Whatever is not needed to know what to compute is made by a thread beside the forward pass: the masks
-behind guessed tokens, masks that have taken long (long counted strings), and the table that the sampler reads.
+behind guessed tokens, masks that have taken long (long counted strings), and with them the table that the sampler reads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from grammar.compiler import BatchFiller, allocate_bitmask, only_tokens
 SLOW_SECONDS = 200e-6
 """A mask that takes longer is made beside the next pass from then on, until it takes less again."""
 
-_FEW_ROWS = 4
+_FEW_ROWS = 32
 """So many rows that only have to be copied are not worth waking a thread for."""
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from engine.offloading import Offloading
 from engine.prefetching import FETCH_AT, Named, Prefetching
+from engine.session_door import common_blocks
 from engine.session_numbers import session_number
 from gateway.workers.protocol import RetentionHint
 from prefix_cache.block_pool import BlockPool
@@ -68,7 +69,7 @@ class SessionBlocks:
         """A turn of the session has begun; the first `held` of its blocks were not computed."""
         joined = self._sessions.get(session)
         if joined is not None:
-            common = _common(JoinedDigests(joined), digests)
+            common = common_blocks(JoinedDigests(joined), digests)
             self.lost_blocks += max(0, common - held)
 
     def ended(self, session: int, root: BlockHash, digests: Sequence[BlockHash]) -> None:
@@ -130,15 +131,3 @@ class SessionBlocks:
         self._pool.mark(digests, standing, expected=expected, session=session)
         if self._tiers is not None:
             self._tiers.mark(digests, standing, expected=expected, session=session)
-
-
-def _common(one: Sequence[BlockHash], other: Sequence[BlockHash]) -> int:
-    """How many blocks both begin with: a bisection, since names of blocks are chained."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[middle - 1] == other[middle - 1]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -31,6 +31,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.loading import load_engine
 from engine.masks import StepMasks
+from engine.speculation import speculator
 from engine.speculation.speculator import Speculator
 from gateway.workers.protocol import GenerateRequest, SamplingParams
 from grammar.compiler import GrammarMatcher
@@ -48,7 +49,7 @@ class Clock:
         self._thread = threading.get_ident()
         self._inside = False
 
-    def watch(self, owner: type, name: str) -> None:
+    def watch(self, owner: object, name: str) -> None:
         method: Callable[..., Any] = getattr(owner, name)
 
         @functools.wraps(method)
@@ -111,7 +112,8 @@ def main() -> None:
     clock = Clock()
     for owner, names in (
         (StepMasks, ("begin", "take", "ahead")),
-        (Speculator, ("_within_grammar",)),
+        (Speculator, ("_forced",)),
+        (speculator, ("_allowed",)),
         (GrammarMatcher, ("accept", "fill_bitmask")),
     ):
         for name in names:

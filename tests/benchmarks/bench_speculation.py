@@ -7,14 +7,13 @@ gateways with a replica each stand side by side, and every turn is asked of both
 machine as it is. The plain side guesses nothing and is asked for log-probabilities, for which every token takes a pass. Printed
 are forward passes for each generated token and seconds of decoding, trace by trace, and whether all texts are the same.
 
-Then --batch turns at once, several times on both sides, neither asked for log-probabilities: beyond --max-draft-batch nothing
-is guessed, and the rates should be the same.
+Then --batch generations of free text at once, on one engine after the other: beyond --max-draft-batch nothing is guessed, so
+that they should be as fast as without guesses; what it would be without that switch stands beside it.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import statistics
 import sys
@@ -26,7 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+from tokenizers import Tokenizer
 
+from engine.checkpoints import DEFAULT_MODEL, default_cache_dir, resolve
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.loading import load_engine
+from gateway.workers.protocol import GenerateRequest, SamplingParams
 from traces.index import expand_paths, index_files
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -114,19 +119,48 @@ class Side:
         return (text, sorted(calls.items())), last - (first or last)
 
 
-async def together(url: str, requests: list[dict[str, Any]]) -> float:
-    """Tokens a second of so many at once."""
+def together(engine: Engine, prompts: list[list[int]], number: int) -> tuple[float, float, int]:
+    """Tokens a second, processor milliseconds a token, and tokens guessed, of so many generations at once."""
+    before = engine.stats()
+    for index, prompt in enumerate(prompts):
+        sampling = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
+        engine.add(engine.prepare(GenerateRequest(request_id=f"{number}-{index}", token_ids=prompt, sampling=sampling)))
+    began, used = time.perf_counter(), time.process_time()
+    while engine.has_work():
+        engine.step()
+    after = engine.stats()
+    tokens = after.generated_tokens_total - before.generated_tokens_total
+    guessed = after.drafted_tokens_total - before.drafted_tokens_total
+    return tokens / (time.perf_counter() - began), 1e3 * (time.process_time() - used) / tokens, guessed
 
-    async def one(client: httpx2.AsyncClient, request: dict[str, Any]) -> int:
-        body = {**request, "temperature": 0.0, "max_tokens": 96}
-        reply = await client.post("/v1/chat/completions", json=body)
-        reply.raise_for_status()
-        return int(reply.json()["usage"]["completion_tokens"])
 
-    async with httpx2.AsyncClient(base_url=url, timeout=600) as client:
-        began = time.perf_counter()
-        counts = await asyncio.gather(*(one(client, request) for request in requests))
-        return sum(counts) / (time.perf_counter() - began)
+def at_once(count: int, rounds: int, draft: int) -> None:
+    """Prints what the switch is worth: with guesses allowed up to four sequences, and up to any number."""
+    directory = resolve(DEFAULT_MODEL, default_cache_dir())
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    text = "<|im_start|>user\nList ten facts about the number {n}.<|im_end|>\n<|im_start|>assistant\n"
+    prompts = [tokenizer.encode(text.format(n=index)).ids for index in range(count)]
+    engines = {
+        "no guesses": load_engine(EngineConfig(model=directory, num_blocks=1000, max_draft_tokens=0)),
+        "guesses to 4": load_engine(EngineConfig(model=directory, num_blocks=1000, max_draft_tokens=draft)),
+        "guesses always": load_engine(EngineConfig(model=directory, num_blocks=1000, max_draft_batch=64)),
+    }
+    found: dict[str, list[tuple[float, float, int]]] = {name: [] for name in engines}
+    for number in range(rounds + 1):
+        for name, engine in engines.items():
+            seen = together(engine, prompts, number)
+            if number:  # the first fills the caches
+                found[name].append(seen)
+    plain = found["no guesses"]
+    for name, seen in found.items():
+        rate = statistics.median(one[0] / other[0] for one, other in zip(seen, plain, strict=True))
+        cost = statistics.median(one[1] / other[1] for one, other in zip(seen, plain, strict=True))
+        print(
+            f"{count} at once, {name:14}: {statistics.median(one[0] for one in seen):6.1f} tokens a second ({rate:.3f} x), "
+            f"{statistics.median(one[1] for one in seen):6.2f} ms of processors a token ({cost:.3f} x), {seen[-1][2]} guessed"
+        )
+    for engine in engines.values():
+        engine.close()
 
 
 def main() -> None:
@@ -168,17 +202,8 @@ def main() -> None:
         counts = whole["guessing"].counts
         print(f"{same} of {len(chosen)} answers the same; ", end="")
         print(", ".join(f"{name} {count:.0f}" for name, count in counts.items()))
-        if arguments.batch:
-            requests = [request for _, request in chosen[: arguments.batch]]
-            ratios = []
-            for number in range(arguments.rounds + 1):
-                rates = {}
-                for name in SIDES if number % 2 else reversed(SIDES):
-                    rates[name] = asyncio.run(together(sides[name].url, requests))
-                if number:  # the first fills the caches
-                    ratios.append(rates["guessing"] / rates["plain"])
-                    print(f"{len(requests)} at once: {rates['plain']:.1f} and {rates['guessing']:.1f} tokens a second")
-            print(f"{len(requests)} at once, with guesses allowed / not: {statistics.median(ratios):.3f} x (median of pairs)")
+    if arguments.batch:
+        at_once(arguments.batch, arguments.rounds, arguments.draft)
 
 
 def show(name: str, figures: dict[str, Figures]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hermes_walking import HERMES, LOGITS, STOPS, closed, source_for
 
-from grammar.compiler import GrammarCompiler
+from grammar.compiler import GrammarCompiler, allocate_bitmask
 from grammar.limits import GrammarLimits
 from grammar.tools import GrammarRefused, Tool, ToolChoice
 
@@ -110,7 +110,7 @@ def test_a_probe_that_dies_is_no_answer_and_is_started_again(tokenizer_json):
         compiler.compile(source_for(2))
 
 
-def test_closing_ends_a_trial_that_runs(tokenizer_json):
+def test_a_trial_that_runs_holds_up_no_other_and_closing_ends_it(tokenizer_json):
     limits = GrammarLimits(probe_deadline_seconds=60.0, probe_processor_seconds=60.0, cheap_milliseconds=0.0)
     compiler = GrammarCompiler(tokenizer_json, LOGITS, STOPS, limits)
     compiler.compile(source_for(0))
@@ -128,6 +128,11 @@ def test_closing_ends_a_trial_that_runs(tokenizer_json):
     deadline = time.monotonic() + 20
     while not (running := children_of(helper.pid)) and time.monotonic() < deadline:
         thread.join(0.05)
+    # Meanwhile others are tried, compiled and walked along.
+    matcher = compiler.compile(source_for(1)).matcher()
+    matcher.fill_bitmask(allocate_bitmask(1, LOGITS), 0)
+    assert thread.is_alive()
+    assert refused == []
     compiler.close()
     thread.join(10)
     assert len(refused) == 1
