@@ -10,6 +10,10 @@ and all of them are computed again and again. So:
   now, pause: their blocks may go, and their next turns wait at the door. They come back before sessions that began later.
   The earliest session in progress never pauses.
 
+What is kept for those who do not come back is kept for nothing, and most sessions of a chat service are one turn long. So a
+session is in progress between two turns only as long as such sessions mostly do come back (`engine.session_returns`); and where
+most new ones do not, nobody waits at the door but for room that somebody is away from.
+
 Nobody starves, and lack of room is no reason to do nothing. Who is first at the door goes in regardless when `overtakes` turns
 have passed since the last one did; when nothing is in progress; and when the engine is idle, and has been lately for as long as
 it takes to compute again what has to go for it. Idleness is saved and spent: no more is lost by computing again than was lost
@@ -27,6 +31,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from engine.session_returns import Returns
 from prefix_cache.block_pool import IntegrityError
 from prefix_cache.hashing import BlockHash
 
@@ -77,7 +82,8 @@ class Turn:
 class _Session:
     """A session in progress. `turns`: that were let in and have not ended; `begun`: those of them that are being computed.
     `until`: when it counts as gone while it is away. `pinned_until`: somebody asked for its KV to be kept so long.
-    `is_fresh`: it came from the door, and no turn of it has ended since. `is_closed`: it goes with its last turn."""
+    `is_fresh`: it came from the door, and no turn of it has ended since. `is_closed`: it goes with its last turn. `is_back`: it
+    has been away before."""
 
     born: Rank
     digests: Sequence[BlockHash] = ()
@@ -87,13 +93,14 @@ class _Session:
     pinned_until: float = 0.0
     is_fresh: bool = True
     is_closed: bool = False
+    is_back: bool = False
 
 
 @dataclass(slots=True)
 class DoorCounts:
     """Since the start. `held`: turns that waited at the door. `paused`, `resumed`: sessions. `overtaken`, `idle`: turns that
     went in although there was no room, since others had passed or the engine stood idle. `gone`: sessions that were not back
-    in time."""
+    in time. `unexpected`: sessions that were not waited for, since few like them come back."""
 
     held: int = 0
     paused: int = 0
@@ -101,6 +108,7 @@ class DoorCounts:
     overtaken: int = 0
     idle: int = 0
     gone: int = 0
+    unexpected: int = 0
 
 
 class SessionDoor:
@@ -120,6 +128,8 @@ class SessionDoor:
         self._uses: dict[BlockHash, int] = {}
         self._waiting: list[Turn] = []
         self._by_id: dict[str, Turn] = {}
+        self._returns = Returns()
+        self._away = 0  # sessions in progress that have no turn here
         self._passed = 0  # turns since the last one that went in from the door
         self._idle = 0.0  # seconds without computing that nobody has made use of
         self._counted_to: float | None = None  # until when they are counted
@@ -158,7 +168,9 @@ class SessionDoor:
     def arrives(self, turn: Turn, now: float) -> bool:
         """True when the turn may go to the queue at once; else it waits here until `let_in` names it or it `leaves`."""
         self._expire(now)
+        is_back = self._returns.arrives(turn.session, now)
         if turn.session in self._sessions:
+            self._sessions[turn.session].is_back |= is_back
             self._enters(turn)
             return True
         insort(self._waiting, turn, key=_rank)
@@ -212,11 +224,14 @@ class SessionDoor:
         if known is None or known.turns.pop(request_id, None) is None:
             return
         known.begun.discard(request_id)
+        self._away += not known.turns
         if digests is not None:
             self._hold(known, digests)
             known.is_fresh = False
         self._stays(known, now + self.config.patience)
-        if known.is_closed and not known.turns:
+        # Who gave up before the first answer has nothing to come back for.
+        given_up = digests is None and known.is_fresh and known.pinned_until <= now
+        if not known.turns and (known.is_closed or given_up):
             self._forget(session)
 
     def leaves(self, request_id: str) -> bool:
@@ -227,12 +242,22 @@ class SessionDoor:
         del self._waiting[bisect_left(self._waiting, turn.rank, key=_rank)]
         return True
 
-    def expected(self, session: int, return_p90: float, now: float) -> None:
-        """The session is back in this many seconds in nine of ten cases."""
+    def away(self, session: int, now: float, return_p90: float | None, *, called: bool) -> None:
+        """A turn of the session was answered, and called tools or did not. It is back in so many seconds in nine of ten
+        cases, as far as that is known."""
         known = self._sessions.get(session)
-        if known is not None:
-            away = max(_BEYOND_P90 * return_p90, return_p90 + _LEAST_GRACE)
-            self._stays(known, now + min(away, self.config.patience))
+        if known is None or known.turns:
+            return
+        away = self.config.patience
+        if return_p90 is not None:
+            away = min(max(_BEYOND_P90 * return_p90, return_p90 + _LEAST_GRACE), away)
+        kind = (called, known.is_back)
+        if self._returns.leaves(session, kind, now + away, expects=called or return_p90 is not None):
+            if return_p90 is not None:
+                self._stays(known, now + away)
+        elif known.pinned_until <= now:
+            self.counts.unexpected += 1
+            self._forget(session)
 
     def pinned(self, session: int, seconds: float, now: float) -> None:
         """Somebody asks for its KV to be kept for so long; 0: no longer."""
@@ -244,6 +269,7 @@ class SessionDoor:
     def closed(self, session: int) -> None:
         """It will not be back. Turns of it that run or wait go on."""
         self._paused.pop(session, None)
+        self._returns.forget(session)
         known = self._sessions.get(session)
         if known is None:
             return
@@ -287,7 +313,14 @@ class SessionDoor:
         return False
 
     def _has_room(self, turn: Turn) -> bool:
-        return not self._sessions or len(self._uses) + self._needs(turn) <= self.config.low * self._capacity()
+        if not self._sessions:
+            return True
+        share = self.config.low
+        if not self._returns.are_likely:
+            if not self._away:
+                return True
+            share = self.config.high  # it will not grow
+        return len(self._uses) + self._needs(turn) <= share * self._capacity()
 
     def _needs(self, turn: Turn) -> int:
         """Blocks of it that no session in progress has. Names are chained, so those it shares come first."""
@@ -330,6 +363,7 @@ class SessionDoor:
         self.leaves(turn.request_id)
         if turn.session not in self._sessions:
             self._sessions[turn.session] = _Session(turn.rank)
+            self._away += 1
             if self._paused.pop(turn.session, None) is not None:
                 self.counts.resumed += 1
         self._enters(turn)
@@ -343,6 +377,7 @@ class SessionDoor:
 
     def _enters(self, turn: Turn) -> None:
         known = self._sessions[turn.session]
+        self._away -= not known.turns
         known.turns[turn.request_id] = turn
         known.born = min(known.born, turn.rank)
         known.is_closed = False
@@ -383,7 +418,9 @@ class SessionDoor:
         )
 
     def _forget(self, session: int) -> None:
-        self._hold(self._sessions.pop(session), ())
+        known = self._sessions.pop(session)
+        self._away -= not known.turns
+        self._hold(known, ())
 
     def _hold(self, known: _Session, digests: Sequence[BlockHash]) -> None:
         """The session's blocks are these from now on."""
@@ -408,6 +445,8 @@ class SessionDoor:
                 raise IntegrityError("a turn is computed that was not let in")
         if uses != self._uses:
             raise IntegrityError("blocks are counted for sessions that do not have them")
+        if self._away != sum(not known.turns for known in self._sessions.values()):
+            raise IntegrityError("sessions are away that are here")
         if [turn.rank for turn in self._waiting] != sorted(turn.rank for turn in self._by_id.values()):
             raise IntegrityError("who waits at the door is not who came")
         if self._paused.keys() & self._sessions.keys():

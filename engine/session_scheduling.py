@@ -110,8 +110,8 @@ class SessionScheduling:
             self._door.pinned(session, 0.0, now)
         elif hint.ttl is not None and hint.ttl > 0:
             self._door.pinned(session, hint.ttl, now)
-        elif hint.return_p90 is not None:
-            self._door.expected(session, hint.return_p90, now)
+        elif hint.state == "waiting":
+            self._door.away(session, now, hint.return_p90, called=bool(hint.tools))
         return hint.state == "closed" or not self._door.is_paused(session)
 
     def worked(self, seconds: float) -> None:

@@ -102,7 +102,7 @@ class Transfers:
         self._finished: deque[LoadTicket] = deque()
         self._busy = 0
         self._is_computing = False
-        self._backlog = max(_STORE_BATCH, len(generations) // 8)
+        self._backlog = len(generations) // 64
         work: list[tuple[str, deque[Any], Callable[[_Worker], None]]] = [
             ("fetch", self._fetches, self._fetch_next),
             ("store", self._stores, self._store_next),

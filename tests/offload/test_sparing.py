@@ -20,7 +20,7 @@ COUNT = 40
 
 @pytest.fixture
 def moving(tmp_path: Path, monkeypatch):
-    """A host tier beside a pool of 400 blocks, a store of which is waited after for a minute while a step runs."""
+    """A host tier beside a pool of 3,200 blocks, a store of which is waited after for a minute while a step runs."""
     import torch
 
     monkeypatch.setattr(transfers, "_STORE_SHARE", 1e-9)
@@ -28,7 +28,7 @@ def moving(tmp_path: Path, monkeypatch):
     shape = BlockShape(16, 32, "float32")
     kv = torch.arange(400 * 16 * 32, dtype=torch.float32).view(400, 16, 32)
     tier = GuardedTier(HostArena(b"k" * 16, 16 * 32 * 4, 8 << 20, tmp_path), TransferCost(1e-4))
-    moving = Transfers((tier,), HostKV(kv), [0] * 400, "raw", shape, lambda: None)
+    moving = Transfers((tier,), HostKV(kv), [0] * 3200, "raw", shape, lambda: None)
     yield moving
     moving.computing(False)
     moving.close()
@@ -61,7 +61,7 @@ def test_while_a_step_runs_a_block_is_stored_and_the_next_one_waits(moving):
 def test_when_too_many_wait_they_are_stored_all_the_same(moving):
     moving.computing(True)
     moving.store(filled(200))
-    until(moving, 200 - 400 // 8 - 16)
+    until(moving, 200 - 3200 // 64 - 16)
     moving.computing(False)
     moving.store([])
     assert moving.wait_idle(60)

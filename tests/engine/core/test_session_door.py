@@ -159,8 +159,8 @@ def test_sessions_that_do_not_come_back_make_room():
     hall = Hall(low=0.8, patience=60.0)
     hall.turn(1, 50)
     hall.turn(2, 29)
-    hall.door.expected(2, 5.0, hall.now)
-    hall.door.expected(1, 400.0, hall.now)
+    hall.door.away(2, hall.now, 5.0, called=True)
+    hall.door.away(1, hall.now, 400.0, called=True)
     hall.door.pinned(7, 400.0, hall.now)
     waiting, _ = hall.come(3, 29)
     assert hall.door.due_in(hall.now, idle=False) == 10.0
@@ -304,9 +304,9 @@ class Doorway(RuleBasedStateMachine):
     def leave(self, data):
         assert self.hall.door.leaves(data.draw(st.sampled_from(self.hall.names())))
 
-    @rule(session=sessions, seconds=st.floats(0.1, 50))
-    def expect(self, session, seconds):
-        self.hall.door.expected(session, seconds, self.hall.now)
+    @rule(session=sessions, seconds=st.none() | st.floats(0.1, 50), called=st.booleans())
+    def expect(self, session, seconds, called):
+        self.hall.door.away(session, self.hall.now, seconds, called=called)
 
     @rule(session=sessions, seconds=st.floats(0, 100))
     def pin(self, session, seconds):
