@@ -14,6 +14,7 @@ from gateway.models import ServedModel
 from gateway.turn import Turn, TurnError
 from grammar.formats.tags import Schemas
 from grammar.limits import DEFAULT_LIMITS
+from grammar.lowering import parse_source
 from grammar.schemas.ladder import LAST_RUNG
 from grammar.tools import GrammarRefused, Unenforced
 
@@ -59,14 +60,23 @@ class GrammarPlans:
                 self._known.move_to_end(key)
             return self._known.get(key)
 
-    def below(self, model: ServedModel, turn: Turn, refused: str, rung: int) -> GrammarPlan | None:
+    def below(self, model: ServedModel, turn: Turn, refused: str, rung: int, refusals: int = 1) -> GrammarPlan | None:
         """A plan that asks less of a worker than the grammar that it refused, which was of this rung: for this turn and those
-        to come. None where less of the schemas would make no difference."""
+        to come. None where less of the schemas would make no difference.
+
+        A refusal may have taken a worker half a second. So what was heavy is followed by what is estimated to take at most
+        half as long, and after two refusals by what is cheap: a caller does not wait for a trial on every rung.
+        """
+        most = _cost(refused) / 2
         for lower in range(rung + 1, 2 * LAST_RUNG + 1):
             plan = make_plan(model, turn, lower)
-            if plan.source != refused:
-                self._keep(_key(model, turn), plan)
-                return plan
+            if plan.source == refused:
+                continue
+            cost = _cost(plan.source)
+            if cost and (cost > most or refusals > 1) and lower < 2 * LAST_RUNG:
+                continue
+            self._keep(_key(model, turn), plan)
+            return plan
         return None
 
     def _keep(self, key: bytes, plan: GrammarPlan) -> None:
@@ -87,6 +97,17 @@ def _key(model: ServedModel, turn: Turn) -> bytes:
     except (TypeError, ValueError, RecursionError):
         return os.urandom(16)
     return hashlib.blake2b(written, digest_size=16).digest()
+
+
+def _cost(source: str | None) -> float:
+    """Estimated milliseconds of what a worker does not compile without a trial; 0 for what is cheap."""
+    if source is None:
+        return 0.0
+    try:
+        parsed = parse_source(source, DEFAULT_LIMITS)
+    except GrammarRefused:
+        return float("inf")
+    return 0.0 if parsed.is_cheap(DEFAULT_LIMITS) else parsed.milliseconds
 
 
 def _size(plan: GrammarPlan) -> int:
@@ -117,6 +138,9 @@ def make_plan(model: ServedModel, turn: Turn, rung: int = 0) -> GrammarPlan:
 
 def _param(turn: Turn, refused: GrammarRefused) -> str:
     where = refused.pointer or ""
+    of_all_tools = turn.response_format.kind == "text" or len(turn.tools) > DEFAULT_LIMITS.max_tools
+    if refused.tool is None and refused.pointer is None and of_all_tools:
+        return "tools"
     if refused.tool is not None:
         position = next((i for i, tool in enumerate(turn.tools) if tool.name == refused.tool), None)
         if position is None:

@@ -152,6 +152,7 @@ class Pipeline:
     ) -> tuple[Generation, Prompt]:
         """Starts a prompt. A grammar that its worker cannot compile is loosened, keyword by keyword, until it can."""
         rung: int | None = None
+        refusals = 0
         while True:
             try:
                 generation = await self._dispatcher.dispatch(
@@ -169,7 +170,11 @@ class Pipeline:
                     raise
                 if rung is None:
                     rung = self.prompts.grammars.of(model, turn).rung
-                plan = self.prompts.grammars.below(model, turn, prompt.grammar, rung)
+                refusals += 1
+                # Off the loop: preparing large schemas anew, some rungs of them, would hold up every stream.
+                plan = await asyncio.get_running_loop().run_in_executor(
+                    self._executor, self.prompts.grammars.below, model, turn, prompt.grammar, rung, refusals
+                )
                 if plan is None:
                     if turn.response_format.field is not None:
                         error.param = turn.response_format.field

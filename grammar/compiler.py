@@ -21,8 +21,11 @@ from grammar.limits import DEFAULT_LIMITS, GrammarLimits
 from grammar.lowering import UNWRITABLE, error_text, lower, parse_source
 from grammar.probe import ProbeLost, Prober
 from grammar.tools import GrammarRefused
+from grammar.urgency import aside
 from grammar.vocabulary import read_vocabulary
 
+_BRIEF_MILLISECONDS = 20.0
+"""Estimated compile time up to which a thread of its own is not worth it."""
 _REFUSAL_BYTES = 1024
 """What a remembered refusal counts for in the cache."""
 
@@ -269,7 +272,11 @@ class GrammarCompiler:
                 if problem is not None:
                     return GrammarRefused(f"The grammar {problem}.")
                 compiler = self._uncached
-            compiled = compiler.compile_structural_tag(lower(parsed, _to_ebnf, self._specials))
+            lowered = lower(parsed, _to_ebnf, self._specials)
+            if parsed.milliseconds > _BRIEF_MILLISECONDS:
+                compiled = aside(lambda: compiler.compile_structural_tag(lowered))
+            else:
+                compiled = compiler.compile_structural_tag(lowered)
         except ProbeLost as lost:
             raise GrammarRefused(f"The grammar {lost}.") from lost  # raised, so that it is not remembered
         except GrammarRefused as refused:

@@ -29,6 +29,7 @@ from grammar.probe import Outcome, ProbeSetup, Trial, read_message, write_messag
 _READ_SIZE = 4096
 _NICE = 5
 """Trials are for schemas that may never end, tokens of other callers are not."""
+_DEAD_END = "comes to a place where nothing may follow and the text may not end; give every rule a way to end"
 _TOO_MUCH_MEMORY = "takes too much memory to compile; send fewer or simpler tools"
 
 
@@ -120,6 +121,8 @@ class _Forker:
             matcher.fill_bitmask(mask, 0)
             spent += time.process_time() - begun
             bits = np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")
+            if not bits[: self._tokens.info.vocab_size].any():
+                return _DEAD_END
             bits[stops] = 0
             allowed = bits.nonzero()[0]
             if not len(allowed) or not matcher.accept(int(allowed[random.randrange(len(allowed))])):

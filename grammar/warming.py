@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from grammar.compiler import GrammarCompiler
 from grammar.counted import EXACT_LENGTH
 from grammar.probe import ProbeLost
 from grammar.tools import GrammarRefused
+from grammar.urgency import step_back
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +34,7 @@ def warm_up(compiler: GrammarCompiler, sources: Sequence[str]) -> threading.Thre
 
 def _warm_up(compiler: GrammarCompiler, sources: Sequence[str]) -> None:
     begun = time.perf_counter()
-    with contextlib.suppress(OSError, AttributeError):  # only on Linux has a thread a niceness of its own
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+    step_back(_NICE)
     compiled = 0
     for source in [*sources, SHARED]:
         if compiler.closed:

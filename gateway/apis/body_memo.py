@@ -250,7 +250,7 @@ def _array_end(raw: bytes, head: int) -> int | None:
     body's messages, or where the array is empty."""
     try:
         array = bytes(_ARRAY.decode(raw).messages)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # orjson reads deeper than msgspec
         return None
     end = head - 1 + len(array)
     if array[:1] != b"[" or raw[head - 1 : end] != array:

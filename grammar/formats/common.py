@@ -52,8 +52,6 @@ class CallFormat(ABC):
         """A marker as this tokenizer knows it."""
         return {"type": "token", "token": text} if text in self._special_tokens else tags.text(text)
 
-    # What a format says of itself.
-
     @abstractmethod
     def system_prompt(self, tools: Sequence[Tool]) -> str: ...
 
@@ -66,27 +64,41 @@ class CallFormat(ABC):
     @abstractmethod
     def render_result(self, content: str, *, name: str | None = None, call_id: str | None = None) -> str: ...
 
-    # What the grammar below asks of a format; one that writes its own grammar and parser (harmony) needs none of it.
-
-    def calls(self, schemas: tags.Schemas, tools: Sequence[Tool], most: int | None) -> tags.Tag:
-        """One to `most` calls (None: any number), without the section's begin."""
-        raise NotImplementedError
-
-    def reader(self, index: int, tools: Mapping[str, Tool], names: frozenset[str], call_id: Callable[[], str]) -> CallReader:
-        """A reader for one call of these tools."""
-        raise NotImplementedError
-
-    def not_a_call(self) -> tags.Tag:
-        """Any text that does not begin like a call: for formats whose calls stand at the beginning only."""
-        raise NotImplementedError
-
     def new_call_id(self) -> str:
         return "call_" + secrets.token_hex(12)
 
     def history_id(self, call_id: str) -> str:
         return call_id
 
-    # What follows from it.
+    @abstractmethod
+    def structural_tag(
+        self,
+        tools: Sequence[Tool],
+        choice: ToolChoice = ToolChoice(),
+        response_format: ResponseFormat = ResponseFormat(),
+        *,
+        thinking: Thinking | None = None,
+        schemas: tags.Schemas | None = None,
+    ) -> str | None: ...
+
+    @abstractmethod
+    def parser(self, tools: Sequence[Tool], choice: ToolChoice, call_id: Callable[[], str]) -> StreamParser: ...
+
+
+class SectionFormat(CallFormat):
+    """A format whose calls stand in one section at the end of an answer, of which a grammar and a parser follow."""
+
+    @abstractmethod
+    def calls(self, schemas: tags.Schemas, tools: Sequence[Tool], most: int | None) -> tags.Tag:
+        """One to `most` calls (None: any number), without the section's begin."""
+
+    @abstractmethod
+    def reader(self, index: int, tools: Mapping[str, Tool], names: frozenset[str], call_id: Callable[[], str]) -> CallReader:
+        """A reader for one call of these tools."""
+
+    def not_a_call(self) -> tags.Tag:
+        """Any text that does not begin like a call."""
+        return tags.text_without(self.section.begin)
 
     def repeated(self, calls: Sequence[tags.Tag], most: int | None, *, between: str) -> tags.Tag:
         """One to `most` of these calls, each further one behind `between` and the section's begin."""

@@ -12,7 +12,7 @@ from grammar.calls.body import CallReader
 from grammar.calls.named import NamedCall
 from grammar.calls.sections import Section
 from grammar.formats import tags
-from grammar.formats.common import CallFormat, to_json
+from grammar.formats.common import SectionFormat, to_json
 from grammar.limits import DEFAULT_LIMITS, GrammarLimits
 from grammar.tools import Tool
 
@@ -22,7 +22,7 @@ SEPARATOR = "<｜tool▁sep｜>"
 _FENCE, _FENCE_END = "\n```json\n", "\n```"
 
 
-class DeepSeekFormat(CallFormat):
+class DeepSeekFormat(SectionFormat):
     """See the module, and `grammar.formats.base.ToolFormat` for the contract. `fenced`: as V3 and R1 write it."""
 
     name = "deepseek_v3"

@@ -17,7 +17,7 @@ from grammar.calls.body import CallReader
 from grammar.calls.fields import FieldsCall, FieldSyntax
 from grammar.calls.sections import Section
 from grammar.formats import tags
-from grammar.formats.common import CallFormat, signature, to_json
+from grammar.formats.common import SectionFormat, signature, to_json
 from grammar.formats.field_tags import FieldTexts, fields
 from grammar.limits import DEFAULT_LIMITS, GrammarLimits
 from grammar.tools import Tool
@@ -44,7 +44,7 @@ For each function call, output the function name and arguments within the follow
 </tool_call>"""
 
 
-class GlmFormat(CallFormat):
+class GlmFormat(SectionFormat):
     """See the module, and `grammar.formats.base.ToolFormat` for the contract. `line`: what stands between the tags."""
 
     name = "glm"

@@ -18,7 +18,7 @@ from grammar.call_body import CallBody
 from grammar.calls.body import CallReader
 from grammar.calls.sections import Section
 from grammar.formats import tags
-from grammar.formats.common import CallFormat, signature, to_json
+from grammar.formats.common import SectionFormat, signature, to_json
 from grammar.tools import Tool
 
 BEGIN = "<tool_call>"
@@ -40,7 +40,7 @@ For each function call, return a json object with function name and arguments wi
 </tool_call>"""
 
 
-class HermesFormat(CallFormat):
+class HermesFormat(SectionFormat):
     """See the module, and `grammar.formats.base.ToolFormat` for the contract."""
 
     name = "hermes"

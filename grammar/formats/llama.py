@@ -8,6 +8,7 @@ Neither has a marker, so a call can only be the very beginning of an answer.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from grammar.calls.body import CallReader
 from grammar.calls.python_call import PythonCall
 from grammar.calls.sections import Section
 from grammar.formats import tags
-from grammar.formats.common import CallFormat, signature, to_json
+from grammar.formats.common import SectionFormat, signature, to_json
 from grammar.tools import GrammarRefused, Tool
 
 _JSON_PROMPT = """\
@@ -33,8 +34,12 @@ You have access to the following functions. If you decide to call functions, res
 {tools}"""
 
 
-class _AtTheBeginning(CallFormat):
+class _AtTheBeginning(SectionFormat):
     exempt_regions = ()
+
+    @abstractmethod
+    def not_a_call(self) -> tags.Tag:
+        """Without a marker, calls are told from text by how an answer begins."""
 
     def render_result(self, content: str, *, name: str | None = None, call_id: str | None = None) -> str:
         return content

@@ -17,7 +17,7 @@ from grammar.calls.body import CallReader
 from grammar.calls.named import NamedCall
 from grammar.calls.sections import Section
 from grammar.formats import tags
-from grammar.formats.common import CallFormat, signature, to_json
+from grammar.formats.common import SectionFormat, signature, to_json
 from grammar.limits import DEFAULT_LIMITS, GrammarLimits
 from grammar.tools import Tool
 
@@ -27,7 +27,7 @@ _ALPHABET = string.ascii_letters + string.digits
 _ID_LENGTH = 9
 
 
-class _Mistral(CallFormat):
+class _Mistral(SectionFormat):
     def system_prompt(self, tools: Sequence[Tool]) -> str:
         if not tools:
             return ""

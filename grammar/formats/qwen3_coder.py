@@ -20,7 +20,7 @@ from grammar.calls.body import CallReader
 from grammar.calls.fields import FieldsCall, FieldSyntax
 from grammar.calls.sections import Section
 from grammar.formats import tags
-from grammar.formats.common import CallFormat, signature, to_json
+from grammar.formats.common import SectionFormat, signature, to_json
 from grammar.formats.field_tags import FieldTexts, fields
 from grammar.tools import Tool
 
@@ -54,7 +54,7 @@ multiple lines
 </tool_call>"""
 
 
-class Qwen3CoderFormat(CallFormat):
+class Qwen3CoderFormat(SectionFormat):
     """See the module, and `grammar.formats.base.ToolFormat` for the contract."""
 
     name = "qwen3_coder"

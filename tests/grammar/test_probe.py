@@ -64,6 +64,7 @@ def ebnf(text):
         ('root ::= ("a" | "b" | [c-z]{0,30}){0,9999}', "takes more than"),  # a mask of it takes a second
         ('root ::= s\ns ::= s s | s s s | "a" | [a-z] | ""', "takes more than|ms a token, which would hold up other requests"),
         ("root ::= " + "a " * 40 + "\na ::= [a-z]*", "takes more than|ms a token, which would hold up other requests"),
+        ("root ::= root", "comes to a place where nothing may follow"),
         ('root ::= "yes" | "no"', None),
         ('root ::= item ("," item)*\nitem ::= [a-z]{1,20}', None),
     ],

@@ -119,6 +119,7 @@ async def test_bodies_that_are_no_json_object(gateway, raw, words):
         ({"tools": [{"type": "function"}]}, "/tools/0/function", "object"),
         ({"tools": [{"type": "function", "function": {}}]}, "/tools/0/function/name", "non-empty string"),
         ({"tools": [TOOL, TOOL]}, "/tools/1/function/name", "two tools named 'f'"),
+        ({"tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(513)]}, "tools", "at most 512"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "/tools/0/function/parameters", ""),
         ({"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]}, "/tools/0/function/strict", ""),
         ({"tools": [{"type": "function", "function": {"name": "f", "description": 1}}]}, "/tools/0/function/description", ""),

@@ -270,3 +270,13 @@ def test_books_balance(model, plan):
         held = [entry for bucket in memo._entries.values() for entry in bucket.values()]
         assert memo.bytes == sum(entry.nbytes for entry in held) <= 90_000
         assert all(memo._entries.values())
+
+
+def test_what_only_one_of_two_parsers_can_read_is_not_remembered(model):
+    """A thousand levels: what reads the whole body takes them, what looks for the messages' end does not."""
+    head = orjson.dumps({"model": "m", "messages": [{"role": "user", "content": LONG}]})[:-1]
+    raw = head + b', "metadata": {"deep": ' + b"[" * 1000 + b"]" * 1000 + b"}}"
+    memo = BodyMemo(10**7)
+    remember(memo, "t", raw, model)
+    assert memo.bytes == 0
+    assert memo.parse("t", raw) is None

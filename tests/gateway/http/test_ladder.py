@@ -147,3 +147,27 @@ async def test_at_most_so_many_calls(gateway):
     answer = await gateway.chat(tools=[PLAIN], max_tool_calls=2)
     assert len(answer["choices"][0]["message"]["tool_calls"]) == 2
     assert '"repeat"' in json.dumps(grammar(gateway))
+
+
+async def test_a_caller_waits_for_few_refusals_however_long_the_ladder_is(gateway):
+    """Every rung leaves out something, and what stays heavy on all of them are 500 optional properties."""
+    gateway.dispatcher.script = Script("{}")
+    properties = {f"p{number}": {} for number in range(500)} | {
+        "pattern": {"type": "string", "pattern": "^[a-z]{1,300}$"},
+        "count": {"type": "string", "maxLength": 900},
+        "enum": {"enum": [1, 2, 3]},
+    }
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    dispatch = gateway.dispatcher.dispatch
+    refused = []
+
+    async def picky(**request):
+        if "p499" in request["prompt"].grammar:
+            refused.append(request["prompt"].grammar)
+            raise TurnError(400, "invalid_grammar", "The grammar takes too long.", param="grammar")
+        return await dispatch(**request)
+
+    gateway.dispatcher.dispatch = picky
+    answer = await gateway.chat(response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": schema}})
+    assert [("pattern" + '":"^' in source, '"enum":[' in source) for source in refused] == [(True, True), (False, True)]
+    assert "properties" in answer["warnings"][0]
