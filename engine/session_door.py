@@ -251,8 +251,10 @@ class SessionDoor:
         away = self.config.patience
         if return_p90 is not None:
             away = min(max(_BEYOND_P90 * return_p90, return_p90 + _LEAST_GRACE), away)
+        # Who reads an answer is back late or never. Where all are back soon it is an agent that calls in text.
+        is_soon = called or (return_p90 is not None and away < self.config.patience)
         kind = (called, known.is_back)
-        if self._returns.leaves(session, kind, now + away, expects=called or return_p90 is not None):
+        if self._returns.leaves(session, kind, now + away, expects=is_soon) and is_soon:
             if return_p90 is not None:
                 self._stays(known, now + away)
         elif known.pinned_until <= now:
@@ -260,11 +262,12 @@ class SessionDoor:
             self._forget(session)
 
     def pinned(self, session: int, seconds: float, now: float) -> None:
-        """Somebody asks for its KV to be kept for so long; 0: no longer."""
+        """Somebody asks for its KV to be kept for so long; 0: no longer than that of others."""
         known = self._sessions.get(session)
         if known is not None:
             known.pinned_until = now + seconds
-            self._stays(known, now + self.config.patience)
+            until = now + self.config.patience
+            self._stays(known, until if seconds else min(known.until, until))
 
     def closed(self, session: int) -> None:
         """It will not be back. Turns of it that run or wait go on."""

@@ -262,10 +262,13 @@ class Doorway(RuleBasedStateMachine):
     def come(self, session, grow, shared, more, old):
         count = self.sizes[session] = max(1, min(self.sizes.get(session, 0) + grow, 60))
         first = self.hall.door.waiting[0].request_id if self.hall.door.waiting else None
+        passes_door = session not in self.hall.door._sessions
         name, went = self.hall.come(session, count, min(shared, count), seniority=session if old else None, more=more)
         if went:
             self.let([name])
-            if first is not None:
+            if first is not None and passes_door:
+                self.passed_first = (first, 0)  # an earlier one, which had room: the count is since the last that went in
+            elif first is not None:
                 kept, passes = self.passed_first
                 self.passed_first = (first, passes + 1 if kept == first else 1)
 
