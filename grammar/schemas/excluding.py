@@ -85,6 +85,7 @@ def _without_value(schema: Any, value: Any) -> dict[str, Any] | None:
     if isinstance(value, bool):
         return {**schema, "enum": [not value]}
     if isinstance(value, int) and "anyOf" not in schema:
+        schema = _today(schema)
         sides = _sides(schema, value)
         return {**schema, "anyOf": sides} if sides else None
     if isinstance(value, str) and 0 < len(value) <= _MAX_TEXT and "\n" not in value:
@@ -92,14 +93,19 @@ def _without_value(schema: Any, value: Any) -> dict[str, Any] | None:
     return None
 
 
+def _today(schema: dict[str, Any]) -> dict[str, Any]:
+    """Draft 4's bounds, which say by a truth value that they exclude, as all later drafts write them."""
+    schema = dict(schema)
+    for name, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+        if isinstance(schema.get(exclusive), bool) and schema.pop(exclusive) and name in schema:
+            schema[exclusive] = schema.pop(name)
+    return schema
+
+
 def _sides(schema: dict[str, Any], value: int) -> list[dict[str, Any]]:
     """What of the schema's range is below the value, and what above; a side that holds nothing would be refused."""
     low, above = schema.get("minimum", -math.inf), schema.get("exclusiveMinimum", -math.inf)
     high, below = schema.get("maximum", math.inf), schema.get("exclusiveMaximum", math.inf)
-    if isinstance(above, bool):  # draft 4
-        above = low if above else -math.inf
-    if isinstance(below, bool):
-        below = high if below else math.inf
     sides: list[dict[str, Any]] = []
     if low <= value - 1 and above < value - 1:
         sides.append({"maximum": value - 1})
