@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -84,10 +85,27 @@ def _without_value(schema: Any, value: Any) -> dict[str, Any] | None:
     if isinstance(value, bool):
         return {**schema, "enum": [not value]}
     if isinstance(value, int) and "anyOf" not in schema:
-        return {**schema, "anyOf": [{"maximum": value - 1}, {"minimum": value + 1}]}
+        sides = _sides(schema, value)
+        return {**schema, "anyOf": sides} if sides else None
     if isinstance(value, str) and 0 < len(value) <= _MAX_TEXT and "\n" not in value:
         return {**schema, "pattern": _any_but(value)}
     return None
+
+
+def _sides(schema: dict[str, Any], value: int) -> list[dict[str, Any]]:
+    """What of the schema's range is below the value, and what above; a side that holds nothing would be refused."""
+    low, above = schema.get("minimum", -math.inf), schema.get("exclusiveMinimum", -math.inf)
+    high, below = schema.get("maximum", math.inf), schema.get("exclusiveMaximum", math.inf)
+    if isinstance(above, bool):  # draft 4
+        above = low if above else -math.inf
+    if isinstance(below, bool):
+        below = high if below else math.inf
+    sides: list[dict[str, Any]] = []
+    if low <= value - 1 and above < value - 1:
+        sides.append({"maximum": value - 1})
+    if high >= value + 1 and below > value + 1:
+        sides.append({"minimum": value + 1})
+    return sides
 
 
 def _any_but(text: str) -> str:

@@ -6,6 +6,7 @@ import re
 import jsonschema
 import pytest
 
+from grammar.limits import DEFAULT_LIMITS
 from grammar.schema import prepare_parameters
 from grammar.schemas.excluding import without_part
 
@@ -80,3 +81,25 @@ def test_the_pattern_of_all_other_strings(text):
     assert re.search(pattern, text) is None
     others = ["", text[:-1], text + "z", "q" + text, "q" + text[1:], text[:-1] + "q", "zz"]
     assert all(re.search(pattern, other) for other in others if other != text)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "value", "left"),
+    [
+        ({"minimum": 1, "maximum": 3}, 1, {2, 3}),
+        ({"minimum": 1, "maximum": 3}, 3, {1, 2}),
+        ({"minimum": 1, "maximum": 3}, 2, {1, 3}),
+        ({"exclusiveMinimum": 0, "exclusiveMaximum": 4}, 1, {2, 3}),
+        ({"exclusiveMinimum": 0, "exclusiveMaximum": 4}, 3, {1, 2}),
+        ({"minimum": 0, "exclusiveMinimum": True, "maximum": 4, "exclusiveMaximum": True}, 3, {1, 2}),
+        ({"minimum": 1, "maximum": 1}, 1, None),
+    ],
+)
+def test_a_value_at_a_bound_leaves_a_schema_that_a_grammar_takes(bounds, value, left):
+    schema = {"type": "object", "properties": {"n": {"type": "integer", **bounds}}, "required": ["n"]}
+    changed = without_part(schema, "/n", json.dumps({"n": value}))
+    if left is None:
+        assert changed is None
+        return
+    prepared = prepare_parameters("f", changed, DEFAULT_LIMITS)
+    assert {n for n in range(-9, 9) if jsonschema.Draft202012Validator(prepared).is_valid({"n": n})} == left
