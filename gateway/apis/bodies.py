@@ -43,8 +43,8 @@ async def read_body(request: web.Request, *, max_bytes: int, timeout: float) -> 
             # Piece by piece as they came: joined once, at the end.
             while True:
                 piece, chunk_ended = await request.content.readchunk()
-                if not piece and not chunk_ended:
-                    break
+                if not piece and (not chunk_ended or request.content.at_eof()):
+                    break  # a request without a body has a reader of its own kind, which says "chunk ended" for ever
                 if len(pieces) < _MAX_PIECES:
                     pieces.append(piece)
                 else:

@@ -193,6 +193,20 @@ async def test_rendered_prompts_are_those_that_workers_get(gateway):
     assert refused["error"]["param"] == "messages"
 
 
+@pytest.mark.parametrize("framing", [b"Content-Length: 0\r\n", b"", b"Transfer-Encoding: chunked\r\n"])
+async def test_a_request_without_a_body_is_told_so(tiny_model, framing):
+    async with run_gateway(tiny_model) as gateway:
+        port = int(gateway.url.rpartition(":")[2])
+        for path in (b"/v1/chat/completions", b"/v1/completions", b"/tokenize"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            end = b"0\r\n\r\n" if b"chunked" in framing else b""
+            writer.write(b"POST %b HTTP/1.1\r\nHost: x\r\nConnection: close\r\n%b\r\n%b" % (path, framing, end))
+            answer = await asyncio.wait_for(reader.read(), 10)
+            assert answer.startswith(b"HTTP/1.1 400 ")
+            assert b"The body is empty" in answer
+            writer.close()
+
+
 async def test_a_body_in_any_number_of_pieces(tiny_model):
     """One piece for each byte, which are more than are kept apart, and a long conversation that comes in several reads."""
     async with run_gateway(tiny_model) as gateway, aiohttp.ClientSession() as http:
