@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 News = Callable[[], None]
 
+_LAST_LOOK = 2.0
+"""Seconds after everything came to rest: what tiers say of themselves may be a second old when it does, and stores go on."""
+
 
 @runtime_checkable
 class Interruptible(Protocol):
@@ -125,6 +128,7 @@ class StepLoop:
         self._step_began: float | None = None
         self._step_seconds = 0.0  # of the step under way, which may be several calls when it is interrupted
         self._steps_total = 0
+        self._looks_at: float | None = None  # None: nothing has happened since the last look
         if isinstance(core, Newsworthy):
             core.on_news(self._look_again)
 
@@ -228,6 +232,9 @@ class StepLoop:
                 if self._core.has_work():
                     self._step()
                     self._flush()
+                elif not commands:
+                    self._flush()  # the last look
+                    self._looks_at = None
         except Exception as error:
             logger.exception("the engine has failed and cannot go on")
             message = f"The engine has failed and cannot go on: {error or type(error).__name__}"
@@ -235,12 +242,18 @@ class StepLoop:
             self._send()
 
     def _next_commands(self) -> list[Callable[[], Any]] | None:
-        """What was posted since the last call. Waits while there is nothing to do; None when the thread is to end."""
+        """What was posted since the last call. Waits while there is nothing to do, but for one last look at the core some time
+        after it came to rest; None when the thread is to end."""
         if self._debug_integrity and not self._core.has_work():
             self._core.check_integrity()
         with self._condition:
             while not self._commands and not self._stopping and not self._core.has_work():
-                self._condition.wait(self._wakes_in())
+                waits = [self._wakes_in()]
+                if self._looks_at is not None:
+                    waits.append(self._looks_at - time.monotonic())
+                    if waits[-1] <= 0:
+                        break
+                self._condition.wait(min((wait for wait in waits if wait is not None), default=None))
             commands, self._commands = self._commands, []
             return None if self._stopping and not commands else commands
 
@@ -294,6 +307,7 @@ class StepLoop:
             seconds, self._step_seconds = self._step_seconds, 0.0
             self._steps_total = stats.steps_total
         self.tell(functools.partial(self._listener.on_stats, stats, seconds))
+        self._looks_at = time.monotonic() + _LAST_LOOK
         self._send()
 
     def _tell_events(self) -> None:

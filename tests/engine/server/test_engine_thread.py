@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from replica_harness import Gated, running, simulated, tokens_of
 
+from engine import step_loop
 from engine.server.stream import ChunkBuffer
 from engine.thread import EngineThread, EngineThreadConfig, Unavailable
 from gateway.workers.protocol import Done, Failed, Finished, GenerateRequest, Started, TokenLogprob, Tokens
@@ -253,3 +254,19 @@ def test_whatever_the_reader_misses_is_merged_and_nothing_is_lost(tokens, logpro
         assert [type(chunk) for chunk in mine].count(Finished) == 1
         assert isinstance(mine[-1], Finished)
         assert all(len(chunk.logprobs) == (len(chunk.token_ids) if logprobs else 0) for chunk in mine[:-1])
+
+
+async def test_what_changes_after_the_last_step_is_told_without_another(load, monkeypatch):
+    """Blocks go on to the tiers when nobody asks for anything any more."""
+    monkeypatch.setattr(step_loop, "_LAST_LOOK", 0.05)
+
+    class Late(Faulty):
+        late = 0
+
+        def stats(self):
+            return msgspec.structs.replace(self._core.stats(), useful_fetches_total=self.late)
+
+    async with running(lambda: Late(load())) as replica:
+        await replica.generate(body())
+        replica.core.late = 7
+        await replica.until(lambda stats: stats.useful_fetches_total == 7)
