@@ -248,12 +248,13 @@ class StepLoop:
             self._core.check_integrity()
         with self._condition:
             while not self._commands and not self._stopping and not self._core.has_work():
-                waits = [self._wakes_in()]
+                wait = self._wakes_in()
                 if self._looks_at is not None:
-                    waits.append(self._looks_at - time.monotonic())
-                    if waits[-1] <= 0:
+                    look = self._looks_at - time.monotonic()
+                    if look <= 0:
                         break
-                self._condition.wait(min((wait for wait in waits if wait is not None), default=None))
+                    wait = look if wait is None else min(wait, look)
+                self._condition.wait(wait)
             commands, self._commands = self._commands, []
             return None if self._stopping and not commands else commands
 
