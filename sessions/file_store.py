@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from sessions.codec import FORMAT, CodecError, decode_record, encode_record
-from sessions.memory_store import MemoryLedgerStore
+from sessions.memory_store import MemoryLedgerStore, recognised_in_memory
 from sessions.records import SessionRecord
 from sessions.store import Page, StoreStats
 
@@ -31,7 +31,6 @@ _ABANDONED_AFTER = 14 * 86400.0
 _BUDGET = 0.25
 _CLOSING = 5.0
 _MAX_UNSAVED = 10_000
-_MAX_NAMES = 256
 _BATCH = 64
 _RETRY = 5.0
 _QUIET_SECONDS = 60.0
@@ -217,14 +216,7 @@ class FileLedgerStore:
         await self._local.touch(tenant, key)
 
     async def recognise(self, tenant: str, names: Sequence[bytes]) -> str | None:
-        found = await self._local.recognise(tenant, names)
-        # Only what would be a longer match is worth asking for.
-        start = 0
-        record = await self._local.get(tenant, found) if found is not None else None
-        if record is not None:
-            known = set(record.prefix_names())
-            start = max((position + 1 for position, name in enumerate(names) if name in known), default=0)
-        longer = list(names[start:])[-_MAX_NAMES:]
+        found, longer = await recognised_in_memory(self._local, tenant, names)
         if not longer:
             return found
         key = await self._ask(lambda: self._file.longest(tenant, longer), None)

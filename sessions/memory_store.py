@@ -13,6 +13,7 @@ from sessions.store import Page, StoreStats
 
 Key = tuple[str, str]
 
+_MAX_NAMES = 256
 _MAX_EPOCHS = 10_000
 
 
@@ -133,3 +134,17 @@ class MemoryLedgerStore:
 def new_epoch() -> str:
     """A name for a deletion."""
     return secrets.token_hex(8)
+
+
+async def recognised_in_memory(
+    memory: MemoryLedgerStore, tenant: str, names: Sequence[bytes]
+) -> tuple[str | None, list[bytes]]:
+    """What memory recognises by `names` (LedgerStore.recognise), and which of them a slower store is still worth asking for:
+    those of a longer match, the longest `_MAX_NAMES` at most."""
+    found = await memory.recognise(tenant, names)
+    start = 0
+    record = await memory.get(tenant, found) if found is not None else None
+    if record is not None:
+        known = set(record.prefix_names())
+        start = max((position + 1 for position, name in enumerate(names) if name in known), default=0)
+    return found, list(names[start:])[-_MAX_NAMES:]

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sessions.codec import FORMAT, CodecError, decode_record, encode_record
-from sessions.memory_store import MemoryLedgerStore, new_epoch
+from sessions.memory_store import MemoryLedgerStore, new_epoch, recognised_in_memory
 from sessions.records import SessionRecord
 from sessions.redis_link import RedisLink, is_wrong_type
 from sessions.redis_scripts import DELETE, DROP_CORRUPT, DROP_WRONG_TYPE, PUT
@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 _TOMBSTONE = b"x"
 _TOMBSTONE_MS = 600_000
 _MAX_UNSAVED = 10_000
-_MAX_NAMES = 256
 _PAGE_BUDGET = 2.0
 _FLUSH_BUDGET = 1.0
 _QUIET_SECONDS = 60.0
@@ -138,14 +137,7 @@ class RedisLedgerStore:
         await self._link.call("touch", lambda redis: redis.pexpire(name, ttl), False)
 
     async def recognise(self, tenant: str, names: Sequence[bytes]) -> str | None:
-        found = await self._local.recognise(tenant, names)
-        # Only what would be a longer match is worth asking for.
-        start = 0
-        record = await self._local.get(tenant, found) if found is not None else None
-        if record is not None:
-            known = set(record.prefix_names())
-            start = max((position + 1 for position, name in enumerate(names) if name in known), default=0)
-        longer = list(names[start:])[-_MAX_NAMES:]
+        found, longer = await recognised_in_memory(self._local, tenant, names)
         if not longer:
             return found
         keys = [self._name(tenant, name) for name in reversed(longer)]

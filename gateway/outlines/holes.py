@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -52,14 +53,14 @@ class Trace:
         return answer
 
 
-class Sealed:
+class Sealed(ABC):
     """Whatever is done with it raises, but for what a subclass lets be done."""
 
     __slots__ = ()
 
+    @abstractmethod
     def written(self) -> str:
         """As `{{ value }}` writes it."""
-        raise NotImplementedError
 
     def _refuse(self, *args: object) -> NoReturn:
         raise OpaqueError("a template looks into a text")

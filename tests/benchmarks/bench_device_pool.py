@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from engine.bench.offload.virtual import replay_virtually, virtual_config
+from engine.bench.offload.virtual import replay_virtually, stand_in_prompts, virtual_config
 from engine.bench.offload.virtual_tiers import VirtualTiers
 from engine.bench.offload.workload import Session, largest, sessions_of, working_set
 from engine.models.registry import LoadedModel, load_model
@@ -41,16 +41,6 @@ class Figures:
     loaded: int
     fetched: int
     useful: int
-
-
-def prompts_of(additions: tuple[str, ...]) -> list[np.ndarray]:
-    ids: list[int] = []
-    prompts = []
-    for text in additions:
-        data = text.encode()
-        ids.extend(3 + sum(data[at : at + 4]) % 300 for at in range(0, len(data), 4))
-        prompts.append(np.array(ids, dtype=np.uint32))
-    return prompts
 
 
 def run(model: LoadedModel, sessions: list[Session], side: str, args: argparse.Namespace) -> Figures:
@@ -91,7 +81,7 @@ def main() -> None:
     parser.add_argument("--load-us", type=float, default=60.0)
     parser.add_argument("--seeds", type=int, default=2)
     args = parser.parse_args()
-    histories = [(session.name, prompts_of(session.additions)) for session in read_texts(args.traces)]
+    histories = [(session.name, stand_in_prompts(session.additions)) for session in read_texts(args.traces)]
     shape = {
         "num_hidden_layers": 1,
         "hidden_size": 16,

@@ -13,11 +13,10 @@ import argparse
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from engine.bench.offload.replay import Outcome
-from engine.bench.offload.virtual import Pace, replay_virtually, virtual_config
+from engine.bench.offload.virtual import Pace, replay_virtually, stand_in_prompts, virtual_config
 from engine.bench.offload.virtual_tiers import VirtualTiers
 from engine.bench.offload.workload import Session, largest, sessions_of, working_set
 from engine.models.registry import LoadedModel, load_model
@@ -34,16 +33,6 @@ SHAPE = {
     "num_key_value_heads": 1,
     "max_position_embeddings": 1_000_000,
 }
-
-
-def prompts_of(additions: tuple[str, ...]) -> list[np.ndarray]:
-    ids: list[int] = []
-    prompts = []
-    for text in additions:
-        data = text.encode()
-        ids.extend(3 + sum(data[at : at + 4]) % 300 for at in range(0, len(data), 4))
-        prompts.append(np.array(ids, dtype=np.uint32))
-    return prompts
 
 
 def run(model: LoadedModel, sessions: list[Session], gap: float, blocks: int, host: int, *, ours: bool) -> Outcome:
@@ -70,7 +59,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--gap", type=float, default=3.0)
     arguments = parser.parse_args()
-    histories = [(session.name, prompts_of(session.additions)) for session in read_texts(arguments.traces)]
+    histories = [(session.name, stand_in_prompts(session.additions)) for session in read_texts(arguments.traces)]
     settings = {"turns": arguments.turns, "output": 8, "gap": arguments.gap, "seed": 0}
     twice = sessions_of(histories, count=2 * arguments.sessions, **settings)
     whole, least = working_set(twice[: arguments.sessions], BLOCK), largest(twice, BLOCK)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from engine.bench.offload.replay import Outcome, hint, request_of
@@ -26,6 +27,18 @@ from prefix_cache.eviction import EvictionPolicy
 
 _LOOKS_EVERY = 0.05
 """Seconds, as `offload.keeper` does while somebody waits for blocks."""
+
+
+def stand_in_prompts(additions: Sequence[str]) -> list[np.ndarray]:
+    """The prompts of a session whose turns each add a text: ids of about as many tokens as it has, equal for equal beginnings.
+    On a virtual clock nobody reads them."""
+    ids: list[int] = []
+    prompts = []
+    for text in additions:
+        data = text.encode()
+        ids.extend(3 + sum(data[at : at + 4]) % 300 for at in range(0, len(data), 4))
+        prompts.append(np.array(ids, dtype=np.uint32))
+    return prompts
 
 
 @dataclass(frozen=True, slots=True)
