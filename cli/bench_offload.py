@@ -19,9 +19,9 @@ from traces.format import TraceFormatError
 from traces.importers.texts import read_texts
 
 if TYPE_CHECKING:
-    from engine.bench.offload.report import OffloadReport, Row
+    from engine.bench.offload.report import OffloadReport, Row, WorthRow
 
-MEASURES = ("rates", "stores", "restart", "pools", "overload", "shared")
+MEASURES = ("rates", "stores", "restart", "worth", "pools", "overload", "shared")
 _GAP, _TWICE_GAP = 8.0, 2.0
 """Seconds. Of tool gaps half take less than about five. Twice the sessions are meant to keep the machine busy."""
 
@@ -186,6 +186,10 @@ def lines_of(report: OffloadReport) -> Iterable[str]:
             f"restart: first token after {report.restart_loaded:.3f} s with {report.restart_cached} tokens loaded, "
             f"{report.restart_computed:.3f} s computed: {report.restart_computed / report.restart_loaded:.1f} x"
         )
+    if report.worth:
+        yield "load or recompute: first token beside computing everything again"
+        yield f"{'medium':>26} {'p50':>8} {'computed':>9} {'ratio':>6} {'mean':>8} {'computed':>9} {'ratio':>6} {'loaded':>7}"
+        yield from map(_worth_line, report.worth)
     if report.unlimited is not None or report.pools:
         yield "sessions that fit the tiers:"
         yield _HEAD
@@ -204,6 +208,13 @@ def lines_of(report: OffloadReport) -> Iterable[str]:
     for target in report.targets():
         mark = "reached" if target.reached else "MISSED"
         yield f"{mark:8} {target.name}: {target.value:.3g}, {'at most' if target.at_most else 'at least'} {target.bound:.3g}"
+
+
+def _worth_line(row: WorthRow) -> str:
+    return (
+        f"{row.medium:>26} {row.tiers_p50:8.3f} {row.computed_p50:9.3f} {row.p50_ratio:6.3f} "
+        f"{row.tiers_mean:8.3f} {row.computed_mean:9.3f} {row.mean_ratio:6.3f} {row.loaded_share:7.1%}"
+    )
 
 
 _HEAD = (

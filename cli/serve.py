@@ -49,6 +49,7 @@ from gateway.telemetry.config import TelemetryConfig
 from gateway.tokenization import ModelFilesError
 from gateway.turns.config import TurnsConfig
 from gateway.watching.config import MissesConfig
+from gateway.workers.tls import worker_tls
 from grammar.formats.registry import FORMAT_NAMES
 from sessions.file_store import SessionFileError
 from sessions.gaps.model import GapConfig
@@ -117,6 +118,9 @@ def _read_config(ctx: click.Context, _param: click.Parameter, path: Path | None)
     "--workers-file",
     type=click.Path(dir_okay=False, path_type=Path),
     help="Workers in a TOML file, which is read again when it changes.",
+)
+@click.option(
+    "--worker-ca", default=None, metavar="FILE", help="Trust these authorities too (PEM) where workers are https://...."
 )
 @click.option(
     "--registration-token", default=None, metavar="TEXT", help="Let workers register themselves that have this token."
@@ -292,11 +296,14 @@ def plan_from(options: Mapping[str, Any], engine_table: Mapping[str, Any]) -> Se
     if router.agree is None:
         router = dataclasses.replace(router, agree=options["processes"] > 1 or bool(options["redis"]))
     # What else is wrong is found before anything is fetched.
+    if options["worker_ca"] is not None:
+        worker_tls(options["worker_ca"])
     models = _models(options, cache_dir, none=opaque_only)
     pool = PoolConfig(
         models=tuple(model.name for model in models),
         aliases={alias: model.name for model in models for alias in model.aliases},
         router=router,
+        ca_file=options["worker_ca"],
         **generated_values("pool", options),
     )
     return ServePlan(

@@ -53,6 +53,7 @@ from grammar.compiler import GrammarCompiler
 from grammar.detokenizer import Detokenizer
 from offload.config import OffloadConfig
 from offload.estimate import PrefillCost
+from offload.files import Files
 from offload.stack import open_tiers
 from prefix_cache.block_pool import BlockPool, IntegrityError
 from prefix_cache.events import DEVICE, KVEvent
@@ -86,6 +87,7 @@ class Engine:
         graph_capture: GraphCapture | None = None,
         offload: OffloadConfig | None = None,
         tiers: Callable[[BlockPool], Offloading] | None = None,
+        files: Files | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`num_blocks` and `max_model_len` are decided (engine.kv_memory); those of `config` are not looked at.
@@ -95,7 +97,7 @@ class Engine:
 
         drafters: who guesses tokens, one asked after the other (None: n-grams of the sequence alone). grammars and detokenizer
         (an empty one) are None for a model without a tokenizer. offload: the tiers below the device; tiers: what
-        makes them otherwise.
+        makes them otherwise. files: what the disk tier asks of the system (None: just that).
         Raises ValueError for a model whose KV cannot be paged (engine.kv_layout.KVLayout), and TierUnavailable for a codec that
         does not fit its KV.
         """
@@ -122,7 +124,7 @@ class Engine:
             shape = block_shape(layout)
             # What computed a block decides on its last bits, and blocks may outlive this process.
             computed_by = namespace_digest({"namespace": namespace.hex(), "forward": type(forward).__qualname__})
-            stack = open_tiers(offload, computed_by, shape, config.model_name or config.model.name, available_memory)
+            stack = open_tiers(offload, computed_by, shape, config.model_name or config.model.name, available_memory, files)
             self._tiers = Offloading.over(stack, pool, device_blocks(kv), offload, shape, clock)
         elif tiers is not None:
             self._tiers = tiers(pool)

@@ -28,6 +28,7 @@ from gateway.workers.pool import MakeClient, WorkerPool
 from gateway.workers.protocol import GenerateRequest, RetentionHint, SamplingParams, WorkerInfo
 from gateway.workers.retention import RetentionHints
 from gateway.workers.spec import WorkerSpec
+from gateway.workers.tls import worker_tls
 from gateway.workers.transport import Patience
 from gateway.workers.views import WorkerView
 from prefix_cache.hashing import BlockHash, JoinedDigests
@@ -48,7 +49,7 @@ class PoolConfig:
     the first worker. `aliases`: further name -> model. `max_attempts`: workers tried for one turn. `max_migrations`: how often
     a generation that has begun may lose its worker and go on with another; `resume_wait`: how long it waits for one to be
     there. `accept_timeout`: for a worker to accept a request, which may include compiling a grammar. `probe_timeout`: for every
-    other answer of a worker.
+    other answer of a worker. `ca_file`: PEM, authorities that are trusted for https workers beside the system's.
     """
 
     models: tuple[str, ...] = ()
@@ -62,6 +63,7 @@ class PoolConfig:
     poll_interval: float = 1.0
     probe_timeout: float = 5.0
     unresponsive_after: float = 30.0
+    ca_file: str | None = None
     router: RouterConfig = field(default_factory=RouterConfig)
 
     def __post_init__(self) -> None:
@@ -88,7 +90,9 @@ class PoolDispatcher:
         make_client: MakeClient | None = None,
         admission: AdmissionConfig | None = None,
     ) -> None:
+        """Raises ValueError for a ca_file that cannot be used."""
         self._config = config
+        self._tls = None if config.ca_file is None else worker_tls(config.ca_file)
         self._admission = admission if admission is not None else AdmissionConfig()
         self._limits = Limits(config.max_attempts, config.max_migrations, config.resume_wait)
         self._freed: Callable[[], None] = lambda: None
@@ -355,7 +359,9 @@ class PoolDispatcher:
 
     def _client(self, spec: WorkerSpec) -> Worker:
         config = self._config
-        return open_client(spec, Patience(config.connect_timeout, config.probe_timeout, config.accept_timeout))
+        if self._tls is None and spec.url.startswith("https:"):
+            self._tls = worker_tls(None)  # one for all: what the system trusts is much to read
+        return open_client(spec, Patience(config.connect_timeout, config.probe_timeout, config.accept_timeout), self._tls)
 
 
 def _goes_on(member: Member, namespace: str) -> bool:

@@ -16,6 +16,7 @@ from offload.config import OffloadConfig
 from offload.disk_store import DiskStore
 from offload.errors import TierMisconfigured, TierUnavailable
 from offload.estimate import TransferCost
+from offload.files import Files
 from offload.guard import GuardedTier
 from offload.mirror import TierMirror
 from offload.remote_store import RemoteStore
@@ -57,9 +58,10 @@ def open_tiers(
     shape: BlockShape,
     model: str = "",
     available: Callable[[], int] | None = None,
+    files: Files | None = None,
 ) -> TierStack:
-    """Opens them. One that cannot be used is said in the log and left out. available: as of HostArena. Raises TierUnavailable
-    for a codec that does not fit."""
+    """Opens them. One that cannot be used is said in the log and left out. available: as of HostArena, files: of
+    DiskStore. Raises TierUnavailable for a codec that does not fit."""
     encoded = make_codec(config.codec, shape).encoded_bytes
     tiers: list[GuardedTier] = []
     mirrors: list[TierMirror] = []
@@ -75,7 +77,9 @@ def open_tiers(
             logger.warning("no host tier: %s", error)
     if config.disk is not None:
         mirror = TierMirror(None, DISK)
-        disk = ReopeningTier(DISK, lambda: _open_disk(config, namespace, encoded, shape, model, mirror), config.disk_bytes)
+        disk = ReopeningTier(
+            DISK, lambda: _open_disk(config, namespace, encoded, shape, model, mirror, files), config.disk_bytes
+        )
         tries = True
         try:
             disk.open()
@@ -98,7 +102,13 @@ def open_tiers(
 
 
 def _open_disk(
-    config: OffloadConfig, namespace: BlockHash, encoded: int, shape: BlockShape, model: str, mirror: TierMirror
+    config: OffloadConfig,
+    namespace: BlockHash,
+    encoded: int,
+    shape: BlockShape,
+    model: str,
+    mirror: TierMirror,
+    files: Files | None,
 ) -> Tier:
     if config.disk is None:
         raise TierMisconfigured("No directory is given.")
@@ -112,6 +122,7 @@ def _open_disk(
         model=model,
         codec=f"{config.codec}+zstd" if config.compress else config.codec,
         tables=config.shared_memory,
+        files=files,
     )
     tier: Tier = store
     if config.compress:

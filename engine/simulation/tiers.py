@@ -269,6 +269,7 @@ class SimulatedTiers:
                     hit_tokens_total=self.hit_blocks.get(tier.name, 0) * self._config.block_size,
                     errors_total=figures.errors,
                     seconds_per_block=self._seconds[tier.name],
+                    users=figures.users,
                 )
             )
         return tuple(stats)

@@ -10,9 +10,12 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from gateway.telemetry.tiers import PREFIX as _TIERS
+
 log = logging.getLogger(__name__)
 
-# Gauges of what every process sees alike: the workers, and Redis.
+# What every process sees alike: the workers, and Redis. What workers say of their tiers only ever grows where it is a counter,
+# so that of reports of different age the largest is the last.
 _SAME = frozenset(
     {
         "turnkeep_gateway_workers",
@@ -23,6 +26,7 @@ _SAME = frozenset(
     }
 )
 _LARGEST = frozenset({"turnkeep_gateway_events_lag_seconds", "turnkeep_gateway_index_blocks"})
+_REPORTED = (_TIERS, "turnkeep_gateway_worker_lost_blocks")
 _ONE_PROCESS = ("process_",)
 
 
@@ -58,6 +62,8 @@ def merged(texts: Sequence[bytes]) -> bytes:
 def _together(name: str, one: float, other: float) -> float:
     if name.endswith("_created"):
         return min(one, other)
+    if name.startswith(_REPORTED):
+        return max(one, other)
     if name not in _SAME:
         return one + other
     return max(one, other) if name in _LARGEST or name == "turnkeep_gateway_workers" else min(one, other)

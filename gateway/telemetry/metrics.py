@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from gateway.telemetry.routing import RouteMetrics
 from gateway.telemetry.stages import StageTimes
 from gateway.telemetry.tallies import CounterFamily, HistogramFamily, Level, Spread, Tally
+from gateway.telemetry.tiers import tier_families
 from gateway.workers.views import WorkerView
 from sessions.shared import SharedSessions
 from sessions.store import StoreStats
@@ -278,6 +279,7 @@ class _PoolCollector(Collector):
             for what, times in view.event_trouble.items():
                 trouble.add_metric((view.name, what), times)
         yield trouble
+        yield from tier_families(views)
 
 
 class _AdmissionCollector(Collector):

@@ -10,6 +10,7 @@ from yarl import URL
 
 from gateway.workers.base import WorkerUnavailableError
 from gateway.workers.exchange import BrokenExchangeError, Connection
+from gateway.workers.tls import worker_tls
 from gateway.workers.transport import Patience, describe, parse_url
 
 _IDLE_SECONDS = 15.0
@@ -23,8 +24,8 @@ class Exchanges:
     As many connections as there are exchanges at once: admission bounds those, and waiting for one would hide the queue.
     """
 
-    def __init__(self, url: str, patience: Patience) -> None:
-        """Raises ValueError for an address that is none."""
+    def __init__(self, url: str, patience: Patience, tls: ssl.SSLContext | None = None) -> None:
+        """tls: for https; None: as the system trusts. Raises ValueError for an address that is none."""
         base, self._socket_path = parse_url(url)
         self._url = url
         self._parsed = URL(base)
@@ -32,7 +33,7 @@ class Exchanges:
         host = self._parsed.raw_host or ""
         port = "" if self._parsed.is_default_port() else f":{self._parsed.port}"
         self._host_header = (f"[{host}]" if ":" in host else host) + port
-        self._tls = ssl.create_default_context() if self._parsed.scheme == "https" else None
+        self._tls = (tls or worker_tls(None)) if self._parsed.scheme == "https" else None
         self._patience = patience
         self._idle: list[Connection] = []
         self._open: set[Connection] = set()

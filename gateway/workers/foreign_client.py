@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TypeVar
@@ -45,10 +46,10 @@ class ForeignClient(ABC):
     what = "such a server"
     _first_model: str | None = None
 
-    def __init__(self, spec: WorkerSpec, patience: Patience) -> None:
+    def __init__(self, spec: WorkerSpec, patience: Patience, tls: ssl.SSLContext | None = None) -> None:
         key = spec.api_key
         self._spec = spec
-        self._http = WorkerTransport(spec.url, patience, {"Authorization": f"Bearer {key}"} if key is not None else None)
+        self._http = WorkerTransport(spec.url, patience, {"Authorization": f"Bearer {key}"} if key is not None else None, tls)
         self._info: WorkerInfo | None = None
         self.events: VllmEvents | None = None
         if spec.events is not None:

@@ -253,6 +253,8 @@ class Member:
         self._foreign_tokens = self._foreign_requests = 0
         silent = self._clock() - self.last_heard
         if self.state is not State.READY:
+            if self.state is State.STARTING and str(error) != self.detail and not self._stopped:
+                log.warning("worker %s cannot be used yet: %s", self.name, error)
             self._set(self.state, str(error))
         elif not error.reached:
             self._down(str(error))

@@ -14,6 +14,7 @@ from gateway.workers.foreign import adapter_namespace, foreign_namespace
 from gateway.workers.member import Member, ProbeConfig, State
 from gateway.workers.protocol import WorkerInfo
 from gateway.workers.spec import WorkerSpec
+from gateway.workers.tiers import offload_view
 from gateway.workers.views import WorkerView
 from prefix_cache.index import ResidencyIndex
 
@@ -212,6 +213,8 @@ class WorkerPool:
                 events_lag=member.events_lag,
                 event_trouble=member.client.event_trouble if isinstance(member.client, CountsTrouble) else {},
                 draining=member.draining,
+                # An old report is no report.
+                offload=offload_view(member.stats) if member.state is State.READY else None,
             )
             for member in self._members.values()
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TypeVar
 
@@ -50,19 +51,25 @@ class ReplicaClient:
     """A `Worker` at `http://host:port` or `unix:PATH`. Make and use it on one event loop.
 
     `connect_timeout`: to open a connection. `reply_timeout`: for everything but generating. `accept_timeout`: from a request
-    for generation to its acceptance, in which a large grammar may have to be compiled. All in seconds.
+    for generation to its acceptance, in which a large grammar may have to be compiled. All in seconds. `tls`: as of Exchanges.
     """
 
     def __init__(
-        self, url: str, *, connect_timeout: float = 5.0, reply_timeout: float = 5.0, accept_timeout: float = 120.0
+        self,
+        url: str,
+        *,
+        connect_timeout: float = 5.0,
+        reply_timeout: float = 5.0,
+        accept_timeout: float = 120.0,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._url = url
         self._reply_timeout = reply_timeout
         self._takes_prefixes = False
         self._sent = SentPrompts()
         patience = Patience(connect_timeout, reply_timeout, accept_timeout)
-        self._http = WorkerTransport(url, patience)
-        self._exchanges = Exchanges(url, patience)
+        self._http = WorkerTransport(url, patience, tls=tls)
+        self._exchanges = Exchanges(url, patience, tls)
 
     @property
     def url(self) -> str:

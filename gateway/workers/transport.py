@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import aiohttp
 from yarl import URL
 
 from gateway.workers.base import WorkerUnavailableError
+from gateway.workers.tls import tls_trouble
 
 MAX_REPLY_BYTES = 2**20
 # An honest answer that says nothing about the worker's health.
@@ -45,12 +47,15 @@ class WorkerTransport:
     `headers` go with every request (credentials, mostly). Every method raises WorkerUnavailableError.
     """
 
-    def __init__(self, url: str, patience: Patience, headers: Mapping[str, str] | None = None) -> None:
-        """Raises ValueError for an address that is none."""
+    def __init__(
+        self, url: str, patience: Patience, headers: Mapping[str, str] | None = None, tls: ssl.SSLContext | None = None
+    ) -> None:
+        """tls: for https; None: as the system trusts. Raises ValueError for an address that is none."""
         self.url = url
         self.patience = patience
         self._base, self._socket_path = parse_url(url)
         self._headers = dict(headers or {})
+        self._tls = tls
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
 
@@ -132,7 +137,9 @@ class WorkerTransport:
         if self._session is None:
             # Requests in flight are bounded by admission, not here: waiting for a connection would hide the queue.
             connector: aiohttp.BaseConnector = (
-                aiohttp.UnixConnector(self._socket_path, limit=0) if self._socket_path else aiohttp.TCPConnector(limit=0)
+                aiohttp.UnixConnector(self._socket_path, limit=0)
+                if self._socket_path
+                else aiohttp.TCPConnector(limit=0, ssl=True if self._tls is None else self._tls)
             )
             self._session = aiohttp.ClientSession(
                 connector=connector,
@@ -199,4 +206,4 @@ def seconds_to_wait(value: str) -> float | None:
 
 def describe(error: BaseException) -> str:
     """An error of the transport in words; some have an empty message."""
-    return str(error) or type(error).__name__
+    return tls_trouble(error) or str(error) or type(error).__name__

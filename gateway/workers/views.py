@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gateway.workers.protocol import WorkerInfo
+from gateway.workers.tiers import OffloadView
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +15,8 @@ class WorkerView:
 
     `queued_tokens`: of prompts sent there and not yet computed. `events_lag`: seconds since its KV events were last heard of.
     `event_trouble`: how often what went wrong with them (base.CountsTrouble).
-    `draining`: nothing new goes there, what runs there is finished.
+    `draining`: nothing new goes there, what runs there is finished. `offload`: its tiers; None where it reports none, and while
+    it is not ready.
     """
 
     name: str
@@ -28,3 +30,4 @@ class WorkerView:
     events_lag: float | None
     draining: bool = False
     event_trouble: Mapping[str, int] = field(default_factory=dict)
+    offload: OffloadView | None = None

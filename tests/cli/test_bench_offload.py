@@ -36,6 +36,29 @@ def test_it_measures_rates_and_a_restart(model, tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["figures.json"], "it leaves nothing behind"
 
 
+def test_it_measures_what_deciding_between_loading_and_computing_costs(model, tmp_path: Path):
+    figures = tmp_path / "figures.json"
+    what = ["--only", "worth", "--turn-tokens", "1536", "--repeats", "1", "--directory", str(tmp_path)]
+    result = CliRunner().invoke(offload_command, [*what, "--json", str(figures)])
+    assert result.exit_code == 0, result.output
+    report = json.loads(figures.read_text())
+    rows = {row["medium"]: row for row in report["worth"]}
+    assert list(rows) == ["disk as it is", "as slow as computing", "four times as slow", "stands still now and then"]
+    # Three sessions of three turns, the first ones of which have nothing to load.
+    assert {row["turns"] for row in rows.values()} == {6}
+    # What is not in the last turn's prompt, or not in a whole block, is computed whatever the disk does.
+    assert 0.5 < rows["disk as it is"]["loaded_share"] <= (128 + 160) / (160 + 192)
+    assert rows["four times as slow"]["loaded_share"] < rows["disk as it is"]["loaded_share"]
+    targets = {target["name"]: target for target in report["targets"]}
+    for name, row in rows.items():
+        assert min(row["computing_a_block"], row["tiers_p50"], row["computed_p50"]) > 0
+        target = targets[f"load or recompute, {name}: mean first token, of recomputing's"]
+        assert target["value"] == pytest.approx(row["tiers_mean"] / row["computed_mean"])
+        assert target["bound"] == 1.05
+        assert target["at_most"]
+    assert [path.name for path in tmp_path.iterdir()] == ["figures.json"], "it leaves nothing behind"
+
+
 def test_traces_without_two_turns_are_refused(model, tmp_path: Path):
     (tmp_path / "empty.jsonl").write_text("")
     result = CliRunner().invoke(offload_command, [str(tmp_path)])
@@ -62,7 +85,7 @@ def test_it_prints_every_target_with_each_pool(tiny, tmp_path: Path):
     assert result.exit_code == 0, result.output
     assert report["missing"] == {}
     names = [target["name"] for target in report["targets"]]
-    assert len(names) == len(set(names)) == 2 + 1 + 1 + 2 + 8 + 1
+    assert len(names) == len(set(names)) == 2 + 1 + 1 + 4 + 2 + 8 + 1
     for target in report["targets"]:
         mark = "reached" if target["reached"] else "MISSED"
         assert f"{mark:8} {target['name']}" in result.output

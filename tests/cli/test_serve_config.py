@@ -164,6 +164,7 @@ def test_files_that_make_no_sense(plan, toml, words):
         (("--config", "/absent.toml"), "/absent.toml cannot be read"),
         (("--replicas", 0), "Nothing would generate"),
         (("--worker", "localhost:1"), "must be http://host:port or unix:/path/to/socket"),
+        (("--worker-ca", "/absent"), "pool.ca_file (--worker-ca): /absent cannot be used: No such file"),
         (("--workers-file", "/absent"), "--workers-file: /absent cannot be read: No such file"),
         (("--api-key-file", "/absent"), "API key file /absent cannot be read"),
         (("--engine", "dtype"), "takes NAME=VALUE"),

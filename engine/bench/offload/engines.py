@@ -12,6 +12,7 @@ from engine.kv_layout import KVLayout
 from engine.loading import load_configured
 from engine.sampling.sampler import Sampler
 from offload.config import OffloadConfig
+from offload.files import Files
 from prefix_cache.eviction import EvictionPolicy
 
 
@@ -25,6 +26,7 @@ class Engines:
         self._model = load_configured(config, cache_dir)
         self.block_bytes = KVLayout.of(self._model, config.block_size, config.kv_dtype).block_bytes
         self.block_size = config.block_size
+        self.vocab_size = self._model.spec.vocab_size
         self.context = self._model.spec.max_context
         self._forward = choose_forward(config, self._model.decoder, cache_dir / "kernels")
 
@@ -35,8 +37,9 @@ class Engines:
         offload: OffloadConfig | None = None,
         eviction: EvictionPolicy | None = None,
         policy: Policy | None = None,
+        files: Files | None = None,
     ) -> Engine:
-        """An engine, warmed up. policy: None for that of the configuration."""
+        """An engine, warmed up. policy: None for that of the configuration. files: of the disk tier; None for the system's."""
         model, forward = self._model, self._forward
         engine = Engine(
             replace(self._config, num_blocks=num_blocks, policy=policy or self._config.policy),
@@ -47,6 +50,7 @@ class Engines:
             sampler=Sampler(model.spec.vocab_size, model.decoder.device, row_chooser(forward)),
             offload=offload,
             eviction=eviction,
+            files=files,
         )
         engine.warm_up()
         return engine

@@ -12,7 +12,7 @@ from engine.bench.offload.workload import Session
 
 UNLIMITED, PLAIN, OURS = "unlimited", "LRU, computed again", "tiers"
 
-MEASURES = ("rates", "stores", "restart", "pools", "overload", "shared")
+MEASURES = ("rates", "stores", "restart", "worth", "pools", "overload", "shared")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,29 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class WorthRow:
+    """The same turns loaded or computed, by what was found faster, and computed without tiers; seconds to the first token.
+    `computing_a_block`: seconds, of which the medium's delay was made. `loaded_share`: of the prompts' tokens."""
+
+    medium: str
+    computing_a_block: float
+    turns: int
+    computed_p50: float
+    computed_mean: float
+    tiers_p50: float
+    tiers_mean: float
+    loaded_share: float
+
+    @property
+    def p50_ratio(self) -> float:
+        return self.tiers_p50 / self.computed_p50
+
+    @property
+    def mean_ratio(self) -> float:
+        return self.tiers_mean / self.computed_mean
+
+
+@dataclass(frozen=True, slots=True)
 class Target:
     """What should come out: `value` at least `bound`, or at most where `at_most`."""
 
@@ -84,6 +107,7 @@ class OffloadReport:
     restart_computed: float | None = None
     restart_loaded: float | None = None
     restart_cached: int | None = None
+    worth: list[WorthRow] = field(default_factory=list)
     unlimited: Row | None = None
     pools: list[Row] = field(default_factory=list)
     overload: list[Row] = field(default_factory=list)
@@ -103,6 +127,10 @@ class OffloadReport:
             yield Target("decoding lost to stores", lost, 0.03, at_most=True)
         if self.restart_computed is not None and self.restart_loaded is not None:
             yield Target("first token after a restart, times faster", self.restart_computed / self.restart_loaded, 5)
+        for row in self.worth:
+            yield Target(
+                f"load or recompute, {row.medium}: mean first token, of recomputing's", row.mean_ratio, 1.05, at_most=True
+            )
         for share, plain, ours in pairs(self.pools):
             if share == 0.25:
                 if self.unlimited is not None:

@@ -14,6 +14,7 @@ from engine.bench.offload.rates import measure_rates
 from engine.bench.offload.report import OffloadBench, OffloadReport
 from engine.bench.offload.single import measure_restart, measure_stores
 from engine.bench.offload.workload import working_set
+from engine.bench.offload.worth import measure_worth
 from offload.arena import SHARED_MEMORY
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ def run_offload_bench(engines: Engines, bench: OffloadBench, say: Callable[[str]
             "rates": rates,
             "stores": lambda: measure_stores(engines, bench, report, Path(shared), budget),
             "restart": lambda: measure_restart(engines, bench, report, Path(shared), Path(below), budget),
+            "worth": lambda: measure_worth(engines, bench, report, Path(shared), Path(below), budget),
             "pools": pools.pools,
             "overload": pools.overload,
             "shared": pools.shared,

@@ -55,7 +55,7 @@ def _transfer_seconds() -> float:
 
 def _decode_rate(engine: Engine, tokens: int, seed: int) -> float:
     for number in range(4):
-        engine.add(engine.prepare(_request(f"r{number}", _ids(engine, 256, 10 * seed + number), tokens)))
+        engine.add(engine.prepare(_request(f"r{number}", random_ids(engine.info.vocab_size, 256, 10 * seed + number), tokens)))
     made = 0
     began: float | None = None
     while engine.has_work() or engine.stats().loading:
@@ -88,8 +88,8 @@ def measure_restart(
         for times in (computed, loaded):
             engine = engines.make(blocks, max(bench.turn_tokens, _FIRST) + 8, offload)
             try:
-                _first_token(engine, _ids(engine, _FIRST, 1000 + repeat))  # as any replica has had one
-                seconds, cached = _first_token(engine, _ids(engine, bench.turn_tokens, 77 + repeat))
+                first_token(engine, random_ids(engine.info.vocab_size, _FIRST, 1000 + repeat))  # as any replica has had one
+                seconds, cached = first_token(engine, random_ids(engine.info.vocab_size, bench.turn_tokens, 77 + repeat))
                 times.append(seconds)
             finally:
                 engine.close()
@@ -97,7 +97,7 @@ def measure_restart(
     report.restart_computed, report.restart_loaded = float(np.median(computed)), float(np.median(loaded))
 
 
-def _first_token(engine: Engine, ids: npt.NDArray[np.uint32]) -> tuple[float, int]:
+def first_token(engine: Engine, ids: npt.NDArray[np.uint32]) -> tuple[float, int]:
     """Seconds to the first token, and how many tokens were not computed."""
     began = time.perf_counter()
     engine.add(engine.prepare(_request("turn", ids, 1)))
@@ -128,5 +128,6 @@ def _request(name: str, ids: npt.NDArray[np.uint32], tokens: int) -> GenerateReq
     )
 
 
-def _ids(engine: Engine, count: int, seed: int) -> npt.NDArray[np.uint32]:
-    return np.random.default_rng(seed).integers(100, engine.info.vocab_size - 100, count).astype(np.uint32)
+def random_ids(vocab_size: int, count: int, seed: int) -> npt.NDArray[np.uint32]:
+    """uint32 [count]: a prompt of no meaning, the same for the same seed."""
+    return np.random.default_rng(seed).integers(100, vocab_size - 100, count).astype(np.uint32)

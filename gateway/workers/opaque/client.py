@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
@@ -53,10 +54,10 @@ class OpaqueClient:
     than before are another life.
     """
 
-    def __init__(self, spec: WorkerSpec, patience: Patience) -> None:
+    def __init__(self, spec: WorkerSpec, patience: Patience, tls: ssl.SSLContext | None = None) -> None:
         self._spec = spec
         self._http = WorkerTransport(
-            spec.url, patience, {"Authorization": f"Bearer {spec.api_key}"} if spec.api_key is not None else None
+            spec.url, patience, {"Authorization": f"Bearer {spec.api_key}"} if spec.api_key is not None else None, tls
         )
         self.memory = ChunkMemory(f"opaque-{time.time_ns():x}")
         self._models: tuple[str, ...] = ()

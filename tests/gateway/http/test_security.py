@@ -2,9 +2,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
-import shutil
 import ssl
-import subprocess
 
 import aiohttp
 import pytest
@@ -19,6 +17,7 @@ from gateway.config import GatewayConfig, HttpConfig, ModelConfig
 from gateway.server import HttpServer
 from gateway.turn import TurnError
 from sessions.identity import tenant_of
+from tests.certificates import needs_openssl, self_signed
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -325,18 +324,10 @@ async def test_what_is_no_http_gets_an_error_like_any_other(header, status, code
         writer.close()
 
 
-def certificate(path, name):
-    command = (
-        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -addext subjectAltName=IP:127.0.0.1"
-    )
-    files = ["-keyout", str(path / "key.pem"), "-out", str(path / "cert.pem"), "-subj", f"/CN={name}"]
-    subprocess.run([*command.split(), *files], check=True, capture_output=True)
-
-
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificates with openssl")
+@needs_openssl
 async def test_https_and_a_certificate_that_changes(tmp_path, monkeypatch):
     monkeypatch.setattr("gateway.certificate._LOOK_EVERY", 0.05)
-    certificate(tmp_path, "first")
+    self_signed(tmp_path, "first")
 
     async def subject(server):
         context = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
@@ -352,7 +343,7 @@ async def test_https_and_a_certificate_that_changes(tmp_path, monkeypatch):
         await asyncio.sleep(0.2)
         (tmp_path / "cert.pem").write_text(good)
         assert await subject(server) == "first"
-        certificate(tmp_path, "second")
+        self_signed(tmp_path, "second")
         while True:
             with contextlib.suppress(ssl.SSLError):
                 if await subject(server) == "second":
