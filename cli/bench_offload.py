@@ -42,7 +42,7 @@ _BUNDLED = Path(__file__).parent.parent / "traces" / "bundled"
     help="On the disk to be measured.",
 )
 @click.option("--only", type=click.Choice(MEASURES), multiple=True, help="Measure this alone; repeatable.")
-@click.option("--sessions", type=click.IntRange(1, 1000), default=12, show_default=True, help="That fit.")
+@click.option("--sessions", type=click.IntRange(1, 1000), default=10, show_default=True, help="That fit.")
 @click.option(
     "--turns",
     type=click.IntRange(2, 1000),
@@ -107,13 +107,13 @@ def offload_command(traces: tuple[Path, ...], **options: Any) -> None:
 
         config = EngineConfig(model=model, dtype=options["dtype"], threads=options["threads"], policy=options["policy"])
         engines = Engines(config, options["cache_dir"].absolute())
-        histories = fitting(histories, engines.context - options["output"])
-        if not histories:
+        fit = fitting(histories, engines.context - options["output"])
+        if not fit:
             raise click.UsageError(f"No session of these traces has two turns in the {engines.context} tokens of the context.")
         gap, twice_gap = options["gap"] or _GAP, options["gap"] or _TWICE_GAP
         sessions, twice = (
             sessions_of(
-                histories,
+                fit,
                 count=count,
                 turns=options["turns"],
                 output=options["output"],
