@@ -248,6 +248,8 @@ async def open_gateway(
                     await replicas.enter_async_context(admin)
                 if supervisor is not None:
                     await replicas.enter_async_context(supervisor)
+                # Who is left before it goes is not missed.
+                replicas.push_async_callback(dispatcher.aclose)
                 for position, spec in enumerate(plan.workers):
                     dispatcher.add_worker(f"worker-{position}", spec)
                 if peering is not None:

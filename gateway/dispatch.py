@@ -123,6 +123,10 @@ class PoolDispatcher:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Leaves all workers, with what runs there; idempotent."""
         await self._hints.aclose()
         await self.pool.close()
         if self._background:

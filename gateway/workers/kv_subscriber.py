@@ -83,7 +83,7 @@ class KVEventSubscriber:
             if wait:
                 await asyncio.sleep(wait * random.uniform(0.75, 1.25))
             heard = self._last_message
-            trouble = "the stream ended"
+            trouble = None
             try:
                 if not await self._follow():
                     self.gaps += 1
@@ -95,7 +95,11 @@ class KVEventSubscriber:
             if self._last_message != heard:
                 wait, complained = 0.0, False
             if not complained and not self._stopped:
-                log.warning("worker %s: KV events interrupted (%s); subscribing again", self._name, trouble)
+                if trouble is None:
+                    # It stops, and says so in good order. If it does not come back, whoever looks after it will say that.
+                    log.info("worker %s has ended its KV events; subscribing again", self._name)
+                else:
+                    log.warning("worker %s: KV events interrupted (%s); subscribing again", self._name, trouble)
                 complained = True
             self.reconnects += 1
             wait = min(max(wait * 2, self._backoff_first), self._backoff_max)

@@ -44,6 +44,21 @@ def test_the_example_it_prints_works(start_gateway, smollm2_dir):
     assert any("Stopping" in line for line in served.lines)
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_stop_warns_of_nothing(start_gateway, smollm2_dir, processes):
+    options = ("--replicas", 2, "--processes", processes, "--engine", "sim-time-scale=0")
+    with start_gateway("--model", smollm2_dir, *SIMULATED, *options) as served:
+        with openai.OpenAI(base_url=served.api, api_key="x", max_retries=0) as client:
+            for number in range(4):  # so that the replicas have had something to tell
+                client.chat.completions.create(model="m", messages=[{"role": "user", "content": f"{number}"}], max_tokens=20)
+        assert served.stop() == 0
+    # All that was said is here only when the reader has ended, which leaving the block waits for.
+    said = "".join(served.lines).partition("Stopping")[2]
+    assert "shutting down" in said
+    assert "KV events" not in said, "who is left before it goes is not missed"
+    assert not [line for line in said.splitlines() if "WARNING" in line or "ERROR" in line or "Traceback" in line]
+
+
 async def test_a_signal_lets_streams_finish_and_leaves_nothing_behind(start_gateway, smollm2_dir):
     with start_gateway("--model", smollm2_dir, *SIMULATED, "--engine", "sim-time-scale=5") as served:
         children = _children(served.process.pid)

@@ -1,4 +1,5 @@
 import asyncio
+import logging
 import time
 
 import pytest
@@ -143,3 +144,20 @@ async def test_a_large_snapshot_leaves_the_loop_room(follow):
     assert turns >= 20
     assert index.blocks("w") == 100_000
     assert not subscriber.stale
+
+
+@pytest.mark.parametrize(
+    ("end", "level", "words"),
+    [
+        ((), logging.INFO, "worker w has ended its KV events"),
+        ((WorkerUnavailableError("it broke off", reached=True),), logging.WARNING, "KV events interrupted (it broke off)"),
+        ((batch(9, 2),), logging.WARNING, "KV events interrupted (a gap in the sequence numbers)"),
+    ],
+)
+async def test_who_ends_in_order_is_not_warned_of_and_who_vanishes_is(follow, caplog, end, level, words):
+    caplog.set_level(logging.INFO)
+    script = Script([snapshot(3, 1), *end], ["hang"])
+    follow(script)
+    await until(lambda: len(script.asked) == 2)
+    (record,) = caplog.records
+    assert (record.levelno, words in record.message) == (level, True)
