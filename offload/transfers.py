@@ -9,7 +9,9 @@ store nor a load ever holds up the engine, and a block that waits to be stored i
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
 import time
 from collections import OrderedDict, deque
@@ -212,6 +214,7 @@ class Transfers:
 
     def _run_loads(self, lane: int) -> None:
         """Works at the load that is done soonest, together with the other loaders."""
+        _keep_apart(lane)
         worker = _Worker(make_codec(self._codec, self._shape), lane)
         while True:
             with self._condition:
@@ -425,6 +428,17 @@ class _Worker:
         self.codec = codec
         self.lane = lane
         self.staging: Bytes = np.empty(codec.encoded_bytes, dtype=np.uint8)
+
+
+def _keep_apart(lane: int) -> None:
+    """Gives the calling thread every `LANES`-th of the processors it may use. Loaders that are woken together are left on one
+    of them by the kernel for longer than a load takes, and two then load no faster than one."""
+    if not hasattr(os, "sched_setaffinity"):
+        return
+    own = sorted(os.sched_getaffinity(0))[lane::LANES]
+    if own:
+        with contextlib.suppress(OSError):  # a container may forbid it
+            os.sched_setaffinity(0, own)
 
 
 def _take(queue: deque[ItemT]) -> ItemT | None:
