@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from engine.bench.offload.report import OffloadReport, Row, WorthRow
 
 MEASURES = ("rates", "stores", "restart", "worth", "pools", "overload", "shared")
+_GAP, _TWICE_GAP = 8.0, 2.0
+"""Seconds. Of tool gaps half take less than about five. Twice the sessions are meant to keep the machine busy."""
+
 _BUNDLED = Path(__file__).parent.parent / "traces" / "bundled"
 
 
@@ -39,18 +42,27 @@ _BUNDLED = Path(__file__).parent.parent / "traces" / "bundled"
     help="On the disk to be measured.",
 )
 @click.option("--only", type=click.Choice(MEASURES), multiple=True, help="Measure this alone; repeatable.")
-@click.option("--sessions", type=click.IntRange(1, 1000), default=12, show_default=True, help="That fit.")
-@click.option("--turns", type=click.IntRange(2, 1000), default=6, show_default=True, help="Of each, at most.")
+@click.option("--sessions", type=click.IntRange(1, 1000), default=10, show_default=True, help="That fit.")
+@click.option(
+    "--turns",
+    type=click.IntRange(2, 1000),
+    default=12,
+    show_default=True,
+    help="Of each, at most, and as far as the model's context goes.",
+)
 @click.option("--output", type=click.IntRange(1, 1000), default=8, show_default=True, help="Tokens generated in each turn.")
 @click.option(
-    "--gap", type=click.FloatRange(0.01, 600), default=3.0, show_default=True, help="Mean time between turns, seconds."
+    "--gap",
+    type=click.FloatRange(0.01, 600),
+    default=None,
+    help="Mean time between turns, seconds.  [default: 8, of which the median is 5.5; with twice the sessions 2]",
 )
 @click.option(
     "--within",
     type=click.FloatRange(0, min_open=True),
     default=None,
     metavar="SECONDS",
-    help="In which the sessions begin.  [default: the gap]",
+    help="In which the sessions begin.  [default: three times the gap]",
 )
 @click.option("--turn-tokens", type=click.IntRange(64), default=6000, show_default=True, help="Of the turn after a restart.")
 @click.option(
@@ -90,24 +102,33 @@ def offload_command(traces: tuple[Path, ...], **options: Any) -> None:
         from engine.bench.offload.engines import Engines
         from engine.bench.offload.report import OffloadBench
         from engine.bench.offload.run import run_offload_bench
-        from engine.bench.offload.workload import sessions_of
+        from engine.bench.offload.workload import fitting, sessions_of
         from engine.config import EngineConfig
 
-        twice = sessions_of(
-            histories,
-            count=2 * options["sessions"],
-            turns=options["turns"],
-            output=options["output"],
-            gap=options["gap"],
-            seed=options["seed"],
-            within=options["within"],
-        )
         config = EngineConfig(model=model, dtype=options["dtype"], threads=options["threads"], policy=options["policy"])
+        engines = Engines(config, options["cache_dir"].absolute())
+        fit = fitting(histories, engines.context - options["output"])
+        if not fit:
+            raise click.UsageError(f"No session of these traces has two turns in the {engines.context} tokens of the context.")
+        gap, twice_gap = options["gap"] or _GAP, options["gap"] or _TWICE_GAP
+        sessions, twice = (
+            sessions_of(
+                fit,
+                count=count,
+                turns=options["turns"],
+                output=options["output"],
+                gap=mean,
+                seed=options["seed"],
+                within=options["within"],
+            )
+            for count, mean in ((options["sessions"], gap), (2 * options["sessions"], twice_gap))
+        )
         bench = OffloadBench(
             directory=options["directory"].absolute(),
-            sessions=twice[: options["sessions"]],
+            sessions=sessions,
             twice=twice,
-            gap=options["gap"],
+            gap=gap,
+            twice_gap=twice_gap,
             turn_tokens=options["turn_tokens"],
             shares=options["shares"],
             repeats=options["repeats"],
@@ -115,7 +136,6 @@ def offload_command(traces: tuple[Path, ...], **options: Any) -> None:
             measures=options["only"] or MEASURES,
             budget=options["budget"],
         )
-        engines = Engines(config, options["cache_dir"].absolute())
         report = run_offload_bench(engines, bench, lambda what: console.print(f"[dim]{what}[/dim]", highlight=False))
     except (CheckpointError, ConfigError, TraceFormatError) as error:
         raise click.ClickException(str(error)) from error

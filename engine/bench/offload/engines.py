@@ -27,6 +27,7 @@ class Engines:
         self.block_bytes = KVLayout.of(self._model, config.block_size, config.kv_dtype).block_bytes
         self.block_size = config.block_size
         self.vocab_size = self._model.spec.vocab_size
+        self.context = self._model.spec.max_context
         self._forward = choose_forward(config, self._model.decoder, cache_dir / "kernels")
 
     def make(

@@ -24,34 +24,36 @@ class Pools:
         self._report = report
         self._shared = shared
         self._budget = budget
-        self._least = largest(bench.twice, engines.block_size)
         self._longest = max(len(session.prompts[-1]) for session in bench.twice) + 64
         # The quarter first, by which most is judged, if time runs short.
         self._shares = sorted(bench.shares, key=lambda share: (share != 0.25, -share))
 
     def pools(self) -> None:
         """The unlimited pool, then each share of the working set: LRU that computes again, and a host tier for all."""
-        report = self._report
-        whole = report.working_set + report.working_set // 8 + self._least
-        report.unlimited = self._row(0.0, UNLIMITED, whole, self._bench.sessions, None)
+        report, sessions, gap = self._report, self._bench.sessions, self._bench.gap
+        least = largest(sessions, self._engines.block_size)
+        whole = report.working_set + report.working_set // 8 + least
+        report.unlimited = self._row(0.0, UNLIMITED, whole, sessions, gap, None)
         for share in self._shares:
-            blocks = max(self._least, int(share * report.working_set))
+            blocks = max(least, int(share * report.working_set))
             for side in (PLAIN, OURS):
                 host = 2 * whole if side == OURS else 0
-                report.pools.append(self._row(share, side, blocks, self._bench.sessions, host))
+                report.pools.append(self._row(share, side, blocks, sessions, gap, host))
 
     def overload(self) -> None:
         """Twice as many sessions as the host tier holds."""
         report = self._report
+        least = largest(self._bench.twice, self._engines.block_size)
         for share in self._shares:
-            blocks = max(self._least, int(share * report.working_set))
+            blocks = max(least, int(share * report.working_set))
             for side in (PLAIN, OURS):
                 host = report.working_set if side == OURS else 0
-                report.overload.append(self._row(share, side, blocks, self._bench.twice, host))
+                row = self._row(share, side, blocks, self._bench.twice, self._bench.twice_gap, host)
+                report.overload.append(row)
 
     def shared(self) -> None:
         """Two replicas whose sessions move between them at each turn: one arena of a size, or two of half of it."""
-        blocks = max(self._least, self._report.working_set // 8)
+        blocks = max(largest(self._bench.sessions, self._engines.block_size), self._report.working_set // 8)
         arena = max(2, self._report.working_set) * self._engines.block_bytes
         shares = []
         for what, folders, each in (("one arena", ("one", "one"), arena), ("two halves", ("left", "right"), arena // 2)):
@@ -61,17 +63,17 @@ class Pools:
                 below = self._shared / folder
                 below.mkdir(exist_ok=True)
                 made.append(self._make(blocks, OURS, OffloadConfig(host_bytes=each, shared_memory=below)))
-            shares.append(self._replay(made, self._bench.sessions, hints=True, move=True).cached_share)
+            shares.append(self._replay(made, self._bench.sessions, self._bench.gap, hints=True, move=True).cached_share)
         self._report.shared_arena, self._report.private_arenas = shares
 
-    def _row(self, share: float, side: str, blocks: int, sessions: Sequence[Session], host: int | None) -> Row:
+    def _row(self, share: float, side: str, blocks: int, sessions: Sequence[Session], gap: float, host: int | None) -> Row:
         pool = "an unlimited pool" if side == UNLIMITED else f"pool at {share:g}"
         self._budget.began(f"{len(sessions)} sessions, {pool}: {side}")
         offload = None
         if host:
             offload = OffloadConfig(host_bytes=host * self._engines.block_bytes, shared_memory=self._shared)
         engine = self._make(blocks, side, offload)
-        outcome = self._replay([engine], sessions, hints=side != PLAIN)
+        outcome = self._replay([engine], sessions, gap, hints=side != PLAIN)
         return Row(
             share,
             side,
@@ -94,12 +96,14 @@ class Pools:
             return self._engines.make(blocks, self._longest, eviction=LRUPolicy(), policy="fcfs")
         return self._engines.make(blocks, self._longest, offload)
 
-    def _replay(self, engines: Sequence[Engine], sessions: Sequence[Session], *, hints: bool, move: bool = False) -> Outcome:
+    def _replay(
+        self, engines: Sequence[Engine], sessions: Sequence[Session], gap: float, *, hints: bool, move: bool = False
+    ) -> Outcome:
         turns = sum(len(session.prompts) for session in sessions)
         return replay(
             engines,
             sessions,
-            self._bench.gap,
+            gap,
             hints=hints,
             move=move,
             timeout=self._budget.left,

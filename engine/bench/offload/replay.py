@@ -53,7 +53,7 @@ class Outcome:
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def first_token(self, quantile: float) -> float:
-        """Seconds to the first token, of the turns after each session's first."""
+        """Seconds to the first token, of all turns."""
         return float(np.quantile(self.first_tokens, quantile)) if self.first_tokens else 0.0
 
     @property
@@ -133,7 +133,7 @@ async def _replay(
                 first = time.perf_counter() if first is None else first
                 thread = threads[(number + (turn if move else 0)) % len(threads)]
                 request = request_of(session, turn, hints=hints)
-                await _turn(thread, request, outcome, later=turn > 0)
+                await _turn(thread, request, outcome)
                 nonlocal done
                 done += 1
                 on_turn(done)
@@ -177,7 +177,7 @@ def hint(session: str, request_id: str, gap: float, *, is_last: bool) -> Retenti
     return RetentionHint(session=session, request_id=request_id, return_p50=_HALF * gap, return_p90=_NINE_OF_TEN * gap)
 
 
-async def _turn(thread: EngineThread, request: GenerateRequest, outcome: Outcome, *, later: bool) -> None:
+async def _turn(thread: EngineThread, request: GenerateRequest, outcome: Outcome) -> None:
     sent = time.perf_counter()
     stream = await thread.submit(request)
     first = None
@@ -189,5 +189,5 @@ async def _turn(thread: EngineThread, request: GenerateRequest, outcome: Outcome
                 raise RuntimeError(f"{request.request_id}: {chunk.message}")
             elif isinstance(chunk, Done):
                 outcome.took(chunk)
-    if later and first is not None:
+    if first is not None:
         outcome.first_tokens.append(first)

@@ -17,13 +17,15 @@ MEASURES = ("rates", "stores", "restart", "worth", "pools", "overload", "shared"
 
 @dataclass(frozen=True, slots=True)
 class OffloadBench:
-    """What is measured and with what. `twice`: as many sessions again as `sessions`, those among them. `shares`: of the
-    working set of `sessions` that the pool holds. Times in seconds; `budget`: for all of it, None for as long as it takes."""
+    """What is measured and with what. `twice`: as many sessions again as `sessions`, those among them, but for their gaps.
+    `gap`, `twice_gap`: the mean gaps of both. `shares`: of the working set of `sessions` that the pool holds. Times in seconds;
+    `budget`: for all of it, None for as long as it takes."""
 
     directory: Path
     sessions: Sequence[Session]
     twice: Sequence[Session]
     gap: float
+    twice_gap: float
     shares: tuple[float, ...] = (1.0, 0.5, 0.25, 0.125)
     turn_tokens: int = 6000
     decode_tokens: int = 128
@@ -36,7 +38,7 @@ class OffloadBench:
 @dataclass(frozen=True, slots=True)
 class Row:
     """One side with one pool. `share`: asked for; `blocks`: what it was, since a pool holds the largest turn at least. Seconds;
-    first tokens are those of each session's later turns, completions run from a session's first turn to the end of its last.
+    first tokens are those of all turns, completions run from a session's first turn to the end of its last.
     `busy`: share of the time in forward passes; near 1 everybody waits for the machine, whatever the pool."""
 
     share: float

@@ -148,8 +148,7 @@ def replay_virtually(
                 raise RuntimeError(f"{request_id}: {chunk.message}")
             if isinstance(chunk, Tokens) and request_id not in seen:
                 seen.add(request_id)
-                if turn:
-                    outcome.first_tokens.append(clock.now - at)
+                outcome.first_tokens.append(clock.now - at)
             if not isinstance(chunk, Done):
                 continue
             del sent[request_id]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,8 +23,18 @@ class Session:
     gaps: tuple[float, ...]
 
 
+History = tuple[str, Sequence[npt.NDArray[np.uint32]]]
+"""A session's name and prompts, each the beginning of the next."""
+
+
+def fitting(histories: Iterable[History], longest: int) -> list[History]:
+    """Histories as far as their prompts have at most `longest` tokens, if that is two turns or more."""
+    cut = ((name, [prompt for prompt in prompts if len(prompt) <= longest]) for name, prompts in histories)
+    return [(name, prompts) for name, prompts in cut if len(prompts) > 1]
+
+
 def sessions_of(
-    histories: Sequence[tuple[str, Sequence[npt.NDArray[np.uint32]]]],
+    histories: Sequence[History],
     *,
     count: int,
     turns: int,
@@ -33,16 +43,16 @@ def sessions_of(
     seed: int,
     within: float | None = None,
 ) -> list[Session]:
-    """`count` sessions from histories (name, prompts), again with another name in the first prompt's end when there are fewer.
-    Gaps are drawn from an exponential distribution with the mean `gap`, and sessions begin within one such time, or
-    `within` so many seconds."""
+    """`count` sessions from histories, again with another name in the first prompt's end when there are fewer. Gaps are drawn
+    from an exponential distribution with the mean `gap`, and sessions begin within three such times, or `within` so many
+    seconds."""
     chance = random.Random(seed)
     made = []
     for number in range(count):
         name, prompts = histories[number % len(histories)]
         again = number // len(histories)
         taken = [_changed(prompt, again, len(prompts[0]) - 32) for prompt in prompts[:turns]]
-        begins = gap if within is None else within
+        begins = 3 * gap if within is None else within
         gaps = tuple(chance.uniform(0, begins) if turn == 0 else chance.expovariate(1 / gap) for turn in range(len(taken)))
         made.append(Session(f"{name}-{again}", tuple(taken), (output,) * len(taken), gaps))
     return made
