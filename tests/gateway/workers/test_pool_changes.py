@@ -1,8 +1,8 @@
 """What the pool says of its workers together follows every change of one of them."""
 
 import pytest
+from dispatch_bench import Bench, everything
 from fake_replica import answer, until
-from test_dispatch import Bench, everything
 
 from gateway.turn import TurnError
 
