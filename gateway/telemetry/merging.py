@@ -14,25 +14,34 @@ from gateway.telemetry.tiers import PREFIX as _TIERS
 
 log = logging.getLogger(__name__)
 
-# What every process sees alike: the workers, and Redis. What workers say of their tiers only ever grows where it is a counter,
-# so that of reports of different age the largest is the last.
-_SAME = frozenset(
+# What every process sees alike, the workers and Redis, is not counted twice.
+_SMALLEST = frozenset(
     {
-        "turnkeep_gateway_workers",
         "turnkeep_gateway_worker_up",
-        "turnkeep_gateway_index_blocks",
-        "turnkeep_gateway_events_lag_seconds",
         "turnkeep_gateway_redis_up",
+        "turnkeep_gateway_worker_trust",
     }
 )
-_LARGEST = frozenset({"turnkeep_gateway_events_lag_seconds", "turnkeep_gateway_index_blocks"})
+_LARGEST = frozenset(
+    {
+        "turnkeep_gateway_workers",
+        "turnkeep_gateway_events_lag_seconds",
+        "turnkeep_gateway_index_blocks",
+        "turnkeep_gateway_index_distinct_blocks",
+        "turnkeep_gateway_worker_broken_promises",
+        "turnkeep_gateway_worker_estimate_error",
+        "turnkeep_gateway_worker_prefill_seconds_per_token",
+    }
+)
+# What workers say of themselves. Counters only grow, so of reports of different age the largest is the last.
 _REPORTED = (_TIERS, "turnkeep_gateway_worker_lost_blocks")
 _ONE_PROCESS = ("process_",)
 
 
 def merged(texts: Sequence[bytes]) -> bytes:
     """One exposition of several. Counters, histograms and gauges are summed by their labels; of what every process sees alike
-    the largest counts (of whether something is up the smallest); what a process says of itself gets a label `process`."""
+    the largest counts, or, of whether something is up or trusted, the smallest; what a process says of itself gets a label
+    `process`."""
     families: dict[str, Metric] = {}
     samples: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
     for number, text in enumerate(texts):
@@ -62,11 +71,9 @@ def merged(texts: Sequence[bytes]) -> bytes:
 def _together(name: str, one: float, other: float) -> float:
     if name.endswith("_created"):
         return min(one, other)
-    if name.startswith(_REPORTED):
+    if name.startswith(_REPORTED) or name in _LARGEST:
         return max(one, other)
-    if name not in _SAME:
-        return one + other
-    return max(one, other) if name in _LARGEST or name == "turnkeep_gateway_workers" else min(one, other)
+    return min(one, other) if name in _SMALLEST else one + other
 
 
 class _Merged(Collector):

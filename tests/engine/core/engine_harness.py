@@ -15,6 +15,14 @@ from gateway.workers.protocol import Done, Failed, Finished, GenerateRequest, Sa
 
 torch.set_num_threads(1)
 
+EOS = 2
+SCHEMA = (
+    '{"type":"structural_tag","format":{"type":"json_schema","json_schema":{"type":"object","properties":'
+    '{"name":{"type":"string","maxLength":12},"ok":{"type":"boolean"},"list":{"type":"array","items":{"type":"integer"},'
+    '"maxItems":4}},"required":["name","ok","list"],"additionalProperties":false}}}'
+)
+"""A grammar in which some tokens are forced, and some not."""
+
 
 def make_engine(model, *, num_blocks=256, max_model_len=None, forward=None, sampler=None, **settings):
     names = ("grammars", "detokenizer", "drafters", "clock", "eviction", "graph_capture", "offload")

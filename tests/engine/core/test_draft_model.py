@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 import pytest
 import torch
-from engine_harness import Driver, generate, make_engine, random_prompt
+from engine_harness import EOS, SCHEMA, Driver, generate, make_engine, random_prompt
 from hypothesis import given, settings
 from tokenizers import Tokenizer
 
@@ -19,13 +19,6 @@ from engine.speculation.worth import Worth
 from grammar.compiler import GrammarCompiler
 from grammar.detokenizer import Detokenizer
 from offload.config import OffloadConfig
-
-EOS = 2
-SCHEMA = (
-    '{"type":"structural_tag","format":{"type":"json_schema","json_schema":{"type":"object","properties":'
-    '{"name":{"type":"string","maxLength":12},"ok":{"type":"boolean"},"list":{"type":"array","items":{"type":"integer"},'
-    '"maxItems":4}},"required":["name","ok","list"],"additionalProperties":false}}}'
-)
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ import torch
 from engine_harness import Driver, generate, make_engine, random_prompt
 
 from engine.models.registry import load_model
+from tests.transformers_reference import reference_greedy
 
 MODELS = {
     "llama": ("llama", {}),
@@ -27,21 +28,7 @@ class Case:
         reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
         self.prompts = [random_prompt(length, length) for length in LENGTHS]
         self.prompts.append(self.prompts[-1][:50] + random_prompt(99, 9))  # shares a prefix with the longest
-        self.expected = [self._reference(reference, prompt) for prompt in self.prompts]
-
-    @staticmethod
-    def _reference(reference, prompt):
-        ids = torch.tensor([prompt])
-        with torch.inference_mode():
-            output = reference.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=GENERATED,
-                min_new_tokens=GENERATED,
-                do_sample=False,
-                eos_token_id=None,
-            )
-        return output[0, len(prompt) :].tolist()
+        self.expected = [reference_greedy(reference, prompt, GENERATED) for prompt in self.prompts]
 
     def add_all(self, driver, **settings):
         for index, prompt in enumerate(self.prompts):

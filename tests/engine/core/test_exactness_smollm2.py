@@ -6,6 +6,7 @@ from engine_harness import Driver, make_engine
 from tokenizers import Tokenizer
 
 from engine.models.registry import load_model
+from tests.transformers_reference import reference_greedy
 
 GENERATED = 24
 CHATS = [
@@ -23,19 +24,7 @@ def case(smollm2_dir):
     tokenizer = Tokenizer.from_file(str(smollm2_dir / "tokenizer.json"))
     prompts = [tokenizer.encode(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n").ids for text in CHATS]
     reference = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32).eval()
-    expected = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        with torch.inference_mode():
-            output = reference.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=GENERATED,
-                min_new_tokens=GENERATED,
-                do_sample=False,
-                eos_token_id=None,
-            )
-        expected.append(output[0, len(prompt) :].tolist())
+    expected = [reference_greedy(reference, prompt, GENERATED) for prompt in prompts]
     return load_model(smollm2_dir, dtype=torch.float32), prompts, expected
 
 

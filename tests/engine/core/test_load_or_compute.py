@@ -5,40 +5,20 @@ On a virtual clock, with the engine's own decisions.
 
 import numpy as np
 import pytest
-import torch
+from virtual_sessions import growing_sessions
 
 from engine.bench.offload.virtual import Pace, replay_virtually, virtual_config
 from engine.bench.offload.virtual_tiers import VirtualTiers
-from engine.bench.offload.workload import Session, working_set
-from engine.models.registry import load_model
+from engine.bench.offload.workload import working_set
 
 COMPUTED = 16 * Pace().token
 """Seconds that a block takes to compute, at least."""
 
 
-def sessions_of(count: int, seed: int, gap: float) -> list[Session]:
-    """Contexts of two thousand tokens, of which all begin with 200, that grow by 150 a turn."""
-    generator = np.random.default_rng(seed)
-    made = []
-    system = generator.integers(3, 300, 200).astype(np.uint32)
-    for number in range(count):
-        turns = int(generator.integers(5, 9))
-        ends = 1600 + np.cumsum(generator.exponential(120, turns).astype(int) + 32)
-        tokens = np.concatenate([system, generator.integers(3, 300, int(ends[-1])).astype(np.uint32)])
-        gaps = (float(generator.uniform(0, 4 * gap)), *generator.exponential(gap, turns - 1).tolist())
-        made.append(Session(f"s{number}", tuple(tokens[: int(end)] for end in ends), (8,) * turns, gaps))
-    return made
-
-
-@pytest.fixture(scope="module")
-def smallest(tiny_checkpoint):
-    shape = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1}
-    return load_model(tiny_checkpoint("llama", max_position_embeddings=100_000, **shape), dtype=torch.float32)
-
-
 @pytest.fixture(scope="module")
 def sessions():
-    return sessions_of(10, 3, 6.0)
+    """Contexts of two thousand tokens."""
+    return growing_sessions(10, 3, shared=200, first=1600, growth=120, gap=6.0, begin_within=24.0)
 
 
 def side(smallest, sessions, share: float, make_tiers=None, policy: str = "fcfs"):

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from engine_harness import Driver, make_engine, random_prompt
+from engine_harness import EOS, SCHEMA, Driver, make_engine, random_prompt
 from hypothesis import given, settings
 
 from engine import masks as masks_module
@@ -17,13 +17,6 @@ from engine.masks import StepMasks
 from engine.models.registry import load_model
 from engine.speculation.drafts import Draft
 from grammar.compiler import GrammarCompiler, allocate_bitmask, only_tokens
-
-EOS = 2
-SCHEMA = (
-    '{"type":"structural_tag","format":{"type":"json_schema","json_schema":{"type":"object","properties":'
-    '{"name":{"type":"string","maxLength":12},"ok":{"type":"boolean"},"list":{"type":"array","items":{"type":"integer"},'
-    '"maxItems":4}},"required":["name","ok","list"],"additionalProperties":false}}}'
-)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import msgspec
 import pytest
 import torch
-from engine_harness import Driver, make_engine, random_prompt, wire
+from engine_harness import EOS, SCHEMA, Driver, make_engine, random_prompt, wire
 from hypothesis import given, settings
 from tokenizers import Tokenizer
 
@@ -17,13 +17,6 @@ from gateway.workers.protocol import ResumedChoice
 from grammar.compiler import GrammarCompiler
 from grammar.detokenizer import Detokenizer
 from prefix_cache.hashing import pack_tokens
-
-EOS = 2
-SCHEMA = (
-    '{"type":"structural_tag","format":{"type":"json_schema","json_schema":{"type":"object","properties":'
-    '{"name":{"type":"string","maxLength":12},"ok":{"type":"boolean"},"list":{"type":"array","items":{"type":"integer"},'
-    '"maxItems":4}},"required":["name","ok","list"],"additionalProperties":false}}}'
-)
 
 
 @pytest.fixture(scope="module")

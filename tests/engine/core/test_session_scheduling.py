@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 from engine_harness import Driver, make_engine, random_prompt, wire
+from virtual_sessions import growing_sessions
 
 from engine.bench.offload.virtual import VirtualClock, replay_virtually, virtual_config
 from engine.bench.offload.virtual_tiers import VirtualTiers
-from engine.bench.offload.workload import Session, largest, working_set
+from engine.bench.offload.workload import largest, working_set
 from engine.models.registry import load_model
 from engine.session_door import DoorConfig
 from engine.thread import EngineThread
@@ -249,23 +250,7 @@ def test_more_sessions_than_the_device_holds_go_in_where_the_tier_holds_them(mod
     driver.engine.close()
 
 
-def sessions_of(count, seed, gap=3.0):
-    generator = np.random.default_rng(seed)
-    made = []
-    system = generator.integers(3, 300, 400).astype(np.uint32)
-    for number in range(count):
-        turns = int(generator.integers(5, 9))
-        ends = 600 + np.cumsum(generator.exponential(500, turns).astype(int) + 32)
-        tokens = np.concatenate([system, generator.integers(3, 300, int(ends[-1])).astype(np.uint32)])
-        gaps = (float(generator.uniform(0, gap)), *generator.exponential(gap, turns - 1).tolist())
-        made.append(Session(f"s{number}", tuple(tokens[: int(end)] for end in ends), (8,) * turns, gaps))
-    return made
-
-
-@pytest.fixture(scope="module")
-def smallest(tiny_checkpoint):
-    shape = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1}
-    return load_model(tiny_checkpoint("llama", max_position_embeddings=100_000, **shape), dtype=torch.float32)
+SHAPE = {"shared": 400, "first": 600, "growth": 500, "gap": 3.0, "begin_within": 3.0}
 
 
 def side(smallest, sessions, blocks, *, ours, host=0):
@@ -286,7 +271,7 @@ def side(smallest, sessions, blocks, *, ours, host=0):
 @pytest.mark.parametrize(("share", "with_tier"), [(1.0, False), (0.25, True), (0.125, True)])
 def test_with_twice_as_many_sessions_as_fit_each_takes_half_as_long(smallest, share, with_tier):
     """On a virtual clock, so that nothing depends on the machine. The pool, or a host tier, holds half of the sessions."""
-    sessions = sessions_of(24, 1)
+    sessions = growing_sessions(24, 1, **SHAPE)
     half = working_set(sessions, 16) // 2
     blocks = max(int(share * half), largest(sessions, 16))
     ours = side(smallest, sessions, blocks, ours=True, host=half if with_tier else 0)
@@ -298,7 +283,7 @@ def test_with_twice_as_many_sessions_as_fit_each_takes_half_as_long(smallest, sh
 
 
 def test_where_all_sessions_fit_nobody_waits_and_nothing_is_lost(smallest):
-    sessions = sessions_of(12, 7)
+    sessions = growing_sessions(12, 7, **SHAPE)
     blocks = working_set(sessions, 16) * 3 // 2 + largest(sessions, 16)
     ours, plain = (side(smallest, sessions, blocks, ours=each) for each in (True, False))
     assert ours.cached_tokens == plain.cached_tokens

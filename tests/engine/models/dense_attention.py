@@ -57,21 +57,6 @@ def reference_model(directory, dtype=torch.float32):
     return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
 
 
-def reference_greedy(model, prompt, count):
-    """transformers' own generate, with its cache and no stop."""
-    with torch.inference_mode():
-        ids = torch.tensor([prompt])
-        output = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=count,
-            min_new_tokens=count,
-            do_sample=False,
-            eos_token_id=None,
-        )
-    return output[0, len(prompt) :].tolist()
-
-
 def reference_logits(model, ids):
     with torch.inference_mode():
         return model(torch.tensor([ids])).logits[0].float()

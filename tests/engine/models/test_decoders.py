@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from dense_attention import DenseAttention, greedy, reference_greedy, reference_logits, reference_model, run
+from dense_attention import DenseAttention, greedy, reference_logits, reference_model, run
 
 from engine.models.layers import Linear
 from engine.models.registry import load_model
+from tests.transformers_reference import reference_greedy
 
 CASES = {
     "llama": ("llama", {}),

@@ -5,11 +5,12 @@ import shutil
 
 import pytest
 import torch
-from dense_attention import DenseAttention, greedy, reference_greedy, reference_logits, reference_model, run
+from dense_attention import DenseAttention, greedy, reference_logits, reference_model, run
 
 from engine.checkpoints import CheckpointError
 from engine.models.registry import load_model, read_spec
 from engine.models.rope import inverse_frequencies, rope_table, rotate
+from tests.transformers_reference import reference_greedy
 
 LLAMA3 = {
     "rope_type": "llama3",

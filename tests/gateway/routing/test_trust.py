@@ -1,6 +1,6 @@
 import logging
 
-from test_router import BLOCK, Cluster, tokens
+from router_cluster import BLOCK, Cluster, tokens
 
 from gateway.router.trust import Level, Trust
 

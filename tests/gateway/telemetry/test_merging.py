@@ -1,8 +1,14 @@
 from prometheus_client.parser import text_string_to_metric_families
 
+from gateway.router.peers import Peers
+from gateway.router.standing import Standing
 from gateway.telemetry.merging import merged
 from gateway.telemetry.metrics import GatewayMetrics
+from gateway.telemetry.routing import StandingsCollector
 from gateway.workers.views import WorkerView
+from prefix_cache.events import Snapshot
+from prefix_cache.hashing import join_digests
+from prefix_cache.index import ResidencyIndex
 
 
 def process(turns, in_flight, workers):
@@ -51,3 +57,25 @@ def test_one_process_and_none_that_can_be_read():
     }
     assert values(merged([one, b"this is { no metric\n"])) == mine
     assert merged([]).strip() in (b"", b"# EOF")
+
+
+def test_what_each_process_knows_of_the_same_workers_counts_once():
+    def routing(blocks, broken):
+        index = ResidencyIndex()
+        names = [bytes([number]) * 16 for number in range(blocks)]
+        for _ in index.load_snapshot("w", Snapshot("i", 1, {"device": join_digests(names)})):
+            pass
+        standing = Standing("w", Peers(), 60.0, 0.0)
+        standing.trust.broken = broken
+        metrics = GatewayMetrics()
+        metrics.registry.register(StandingsCollector(lambda: {"w": standing}, index))
+        return metrics.render()
+
+    found = values(merged([routing(5, 0.25), routing(4, 0.125)]))
+    worker = (("worker", "w"),)
+    assert found["turnkeep_gateway_index_distinct_blocks", ()] == 5
+    assert found["turnkeep_gateway_worker_trust", worker] == 2
+    assert found["turnkeep_gateway_worker_broken_promises", worker] == 0.25
+    alone = values(routing(0, 0.0))
+    for name in ("turnkeep_gateway_worker_prefill_seconds_per_token", "turnkeep_gateway_worker_estimate_error"):
+        assert found[name, worker] == alone[name, worker]

@@ -3,8 +3,8 @@
 import asyncio
 
 import pytest
+from dispatch_bench import Bench, everything
 from fake_replica import DROP, HANG, FakeReplica, Wait, answer, until
-from test_dispatch import Bench, everything
 
 from gateway.turn import TurnError
 from gateway.workers.protocol import Done, Finished, Started, Tokens

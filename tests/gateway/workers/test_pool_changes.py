@@ -1,17 +1,10 @@
 """What the pool says of its workers together follows every change of one of them."""
 
 import pytest
+from dispatch_bench import everything
 from fake_replica import answer, until
-from test_dispatch import Bench, everything
 
 from gateway.turn import TurnError
-
-
-@pytest.fixture
-async def bench(tmp_path):
-    bench = Bench(tmp_path)
-    yield bench
-    await bench.close()
 
 
 def candidates(bench, model="m"):

@@ -3,8 +3,8 @@
 import asyncio
 
 import pytest
+from dispatch_bench import Bench
 from fake_replica import DROP, HANG, FakeReplica, Wait, answer, refusal, until
-from test_dispatch import Bench
 
 from gateway.turn import TurnError
 from gateway.workers.protocol import Done, Failed, Finished, ResumedChoice, Started, TokenLogprob, Tokens

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from dense_attention import reference_greedy, reference_model
+from dense_attention import reference_model
 from engine_harness import Driver, make_engine, random_prompt
 
 from engine.forward import LayeredForward
@@ -11,6 +11,7 @@ from engine.kernels.triton.attention import TritonAttention
 from engine.kernels.triton.operations import TritonOperations
 from engine.models.registry import load_model
 from engine.runner import Runner, allocate_kv
+from tests.transformers_reference import reference_greedy
 
 MODELS = {
     "llama": ("llama", {"num_attention_heads": 6, "hidden_size": 96}),
