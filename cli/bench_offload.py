@@ -219,7 +219,7 @@ def _worth_line(row: WorthRow) -> str:
 
 _HEAD = (
     f"{'pool':>10} {'blocks':>7} {'':20} {'TTFT p50':>9} {'p99':>8} {'session':>9} {'p95':>8} {'tokens/s':>9} {'cached':>7} "
-    f"{'computed':>9} {'held':>5} {'paused':>6} {'busy':>5}"
+    f"{'computed':>9} {'held':>5} {'paused':>6} {'busy':>5} {'others':>6}"
 )
 
 
@@ -232,5 +232,5 @@ def _line(row: Row) -> str:
     return (
         f"{pool:>10} {row.blocks:>7} {row.side:20} {row.first_token_p50:9.3f} {row.first_token_p99:8.3f} "
         f"{row.mean_completion:9.2f} {row.p95_completion:8.2f} {row.tokens_per_second:9.0f} {row.cached_share:7.1%} "
-        f"{row.computed_tokens:>9} {row.held:>5} {row.pauses:>6} {row.busy:5.0%}"
+        f"{row.computed_tokens:>9} {row.held:>5} {row.pauses:>6} {row.busy:5.0%} {row.others:6.0%}"
     )

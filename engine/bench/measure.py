@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import psutil
 import torch
 
 from engine.bench.machine import Machine
+from engine.bench.processor import busy_seconds
 from engine.bench.roofline import Precision, roofline
 from engine.bench.sides import OwnSide, PeerSide, Side
 from engine.bench.works import Work
@@ -178,18 +178,12 @@ class _Turns:
     def _turn(self, side: Side, turn: int, call: Callable[[], float]) -> None:
         self._progress(f"{self._work.name}: {side.name}", self._done, self._total)
         self._done += 1
-        before, busy = [any_side.cpu_seconds() for any_side in self._sides], _busy_seconds()
+        before, busy = [any_side.cpu_seconds() for any_side in self._sides], busy_seconds()
         seconds = call()
         all_used = [any_side.cpu_seconds() - then for any_side, then in zip(self._sides, before, strict=True)]
-        foreign = _busy_seconds() - busy - sum(all_used)
+        foreign = busy_seconds() - busy - sum(all_used)
         used = [taken for taken, other in zip(all_used, self._sides, strict=True) if other is not side]
         if turn:
             self.seconds[side.name].append(seconds)
             self._foreign_seconds += foreign
             self.disturbance = max(self.disturbance, *(taken / seconds for taken in used if taken >= _CLOCK_TICKS), 0.0)
-
-
-def _busy_seconds() -> float:
-    """Processor time that all processes of this machine have used."""
-    times = psutil.cpu_times()
-    return float(times.user + times.system + getattr(times, "nice", 0.0))

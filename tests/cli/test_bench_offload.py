@@ -98,6 +98,7 @@ def test_it_prints_every_target_with_each_pool(tiny, tmp_path: Path):
         assert row["mean_completion"] > 0
         # Sessions that begin alike at one time each compute what they share, so no side need compute more than another.
         assert row["computed_tokens"] > 0
+        assert 0 <= row["others"] <= 1
 
 
 def test_what_fails_takes_nothing_else_with_it(tiny, tmp_path: Path, monkeypatch):

@@ -10,6 +10,7 @@ from engine.bench.offload.engines import Engines
 from engine.bench.offload.replay import Outcome, replay
 from engine.bench.offload.report import OURS, PLAIN, UNLIMITED, OffloadBench, OffloadReport, Row
 from engine.bench.offload.workload import Session, largest
+from engine.bench.processor import OtherProcesses
 from engine.engine import Engine
 from offload.config import OffloadConfig
 from prefix_cache.eviction import LRUPolicy
@@ -73,6 +74,7 @@ class Pools:
         if host:
             offload = OffloadConfig(host_bytes=host * self._engines.block_bytes, shared_memory=self._shared)
         engine = self._make(blocks, side, offload)
+        others = OtherProcesses()
         outcome = self._replay([engine], sessions, gap, hints=side != PLAIN)
         return Row(
             share,
@@ -89,6 +91,7 @@ class Pools:
             outcome.held,
             outcome.pauses,
             outcome.computing / outcome.seconds if outcome.seconds else 0.0,
+            others.share(),
         )
 
     def _make(self, blocks: int, side: str, offload: OffloadConfig | None) -> Engine:

@@ -39,7 +39,8 @@ class OffloadBench:
 class Row:
     """One side with one pool. `share`: asked for; `blocks`: what it was, since a pool holds the largest turn at least. Seconds;
     first tokens are those of all turns, completions run from a session's first turn to the end of its last.
-    `busy`: share of the time in forward passes; near 1 everybody waits for the machine, whatever the pool."""
+    `busy`: share of the time in forward passes; near 1 everybody waits for the machine, whatever the pool. `others`: share of
+    all processors that other processes took meanwhile; sides of which it is not about the same cannot be compared."""
 
     share: float
     side: str
@@ -55,6 +56,7 @@ class Row:
     held: int = 0
     pauses: int = 0
     busy: float = 0.0
+    others: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
