@@ -128,4 +128,4 @@ def test_sessions_of_public_traces(tiny, tmp_path: Path):
     traces = [str(folder / "tau_bench" / "gpt-4o-airline.json"), str(folder / "lmcache_agent_trace" / "miniswe")]
     result, report = bench(tmp_path, "--model", tiny, "--only", "pools", "--share", "0.5", *traces)
     assert result.exit_code == 0, result.output
-    assert [row["side"] for row in report["pools"]] == ["LRU, computed again", "tiers"]
+    assert [row["side"] for row in report["pools"]] == ["tiers", "LRU, computed again"]

@@ -30,14 +30,15 @@ class Pools:
         self._shares = sorted(bench.shares, key=lambda share: (share != 0.25, -share))
 
     def pools(self) -> None:
-        """The unlimited pool, then each share of the working set: LRU that computes again, and a host tier for all."""
+        """The unlimited pool, then each share of the working set: a host tier for all, and LRU that computes again. What is
+        compared most closely comes one after the other, since a machine is rarely as busy ten minutes later."""
         report, sessions, gap = self._report, self._bench.sessions, self._bench.gap
         least = largest(sessions, self._engines.block_size)
         whole = report.working_set + report.working_set // 8 + least
         report.unlimited = self._row(0.0, UNLIMITED, whole, sessions, gap, None)
         for share in self._shares:
             blocks = max(least, int(share * report.working_set))
-            for side in (PLAIN, OURS):
+            for side in (OURS, PLAIN):
                 host = 2 * whole if side == OURS else 0
                 report.pools.append(self._row(share, side, blocks, sessions, gap, host))
 
