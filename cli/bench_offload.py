@@ -42,7 +42,7 @@ _BUNDLED = Path(__file__).parent.parent / "traces" / "bundled"
     help="On the disk to be measured.",
 )
 @click.option("--only", type=click.Choice(MEASURES), multiple=True, help="Measure this alone; repeatable.")
-@click.option("--sessions", type=click.IntRange(1, 1000), default=10, show_default=True, help="That fit.")
+@click.option("--sessions", type=click.IntRange(1, 1000), default=12, show_default=True, help="That fit.")
 @click.option(
     "--turns",
     type=click.IntRange(2, 1000),
