@@ -23,6 +23,9 @@ _BLOCK = 16
 
 @click.command("gateway")
 @click.option("--sessions", type=click.IntRange(1), default=4, show_default=True, help="Conversations, side by side.")
+@click.option(
+    "--at-once", type=click.IntRange(1), default=1, show_default=True, help="Conversations that take a turn at the same time."
+)
 @click.option("--turns", type=click.IntRange(2), default=100, show_default=True, help="Of each conversation.")
 @click.option("--words", type=click.IntRange(1), default=960, show_default=True, help="Of each question; about a token each.")
 @click.option("--output-tokens", type=click.IntRange(1), default=16, show_default=True)
@@ -53,6 +56,7 @@ def gateway_command(**options: Any) -> None:
         words=options["words"],
         output_tokens=options["output_tokens"],
         stream=options["stream"],
+        at_once=min(options["at_once"], options["sessions"]),
     )
     try:
         fetch(options["model"], options["cache_dir"].absolute(), console)
@@ -108,7 +112,8 @@ def _show(config: LoadConfig, reports: list[SideReport]) -> None:
     marks = sorted({min(20, config.turns), config.turns})
     table = Table(title="a turn", title_justify="left", box=None, pad_edge=False, header_style="bold")
     table.add_column("router", no_wrap=True)
-    for header in ("CPU ms", *(f"at turn {mark}" for mark in marks), "turns/s a core", "p50 ms", "p99 ms", "cached", "RSS MiB"):
+    at_marks = [f"at turn {mark}" for mark in marks]
+    for header in ("CPU ms", *at_marks, "turns/s a core", "turns/s", "p50 ms", "p99 ms", "cached", "RSS MiB"):
         table.add_column(header, justify="right", no_wrap=True)
     for report in reports:
         figures = report.as_json()
@@ -118,6 +123,7 @@ def _show(config: LoadConfig, reports: list[SideReport]) -> None:
             _number(report.cpu_ms()),
             *(_number(report.cpu_ms(turns)) for turns in window),
             _number(figures["turns_per_core_second_at_the_end"], 0),
+            _number(figures["turns_per_second_at_the_end"], 0),
             _number(report.latency_ms(0.5)),
             _number(report.latency_ms(0.99)),
             f"{figures['cached_share']:.1%}",

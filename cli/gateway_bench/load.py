@@ -23,7 +23,7 @@ WORDS = (
 @dataclass(frozen=True, slots=True)
 class LoadConfig:
     """`sessions` conversations of `turns` turns; each question has `words` words (about a token each), each answer
-    `output_tokens` tokens. `stream`: answers come as events."""
+    `output_tokens` tokens. `stream`: answers come as events. `at_once`: conversations that take a turn at the same time."""
 
     sessions: int = 4
     turns: int = 100
@@ -31,6 +31,7 @@ class LoadConfig:
     output_tokens: int = 16
     stream: bool = False
     seed: int = 0
+    at_once: int = 1
 
 
 @dataclass(slots=True)

@@ -12,11 +12,13 @@ from cli.gateway_bench.load import TurnMeasure
 
 @dataclass(slots=True)
 class SideReport:
-    """One router. `cpu`: processor seconds of each turn number, over all conversations. `stages`: seconds of the run."""
+    """One router. `cpu`: processor seconds of each turn number, over all conversations; `seconds`: by the clock, with what the
+    client and the workers take. `stages`: seconds of the run."""
 
     name: str
     turns: list[TurnMeasure] = field(default_factory=list)
     cpu: dict[int, float] = field(default_factory=dict)
+    seconds: dict[int, float] = field(default_factory=dict)
     stages: Mapping[str, float] = field(default_factory=dict)
     rss: int = 0
     sessions: int = 1
@@ -37,6 +39,11 @@ class SideReport:
         """At the client; the workers answer at once."""
         values = sorted(turn.seconds for turn in self.turns)
         return values[min(int(quantile * len(values)), len(values) - 1)] * 1e3
+
+    def turns_per_second(self, turns: Sequence[int]) -> float | None:
+        """By the clock, over these turn numbers."""
+        seconds = sum(self.seconds.get(turn, 0.0) for turn in turns)
+        return len(turns) * self.sessions / seconds if seconds else None
 
     def stage_ms(self) -> dict[str, float]:
         """A turn, the mean; `proxy` is what the process spent beside its stages."""
@@ -61,6 +68,9 @@ class SideReport:
             "body_bytes_by_turn": {turn: round(self.body_bytes([turn])) for turn in numbers},
             "prompt_tokens_last": max((turn.prompt_tokens for turn in self.turns), default=0),
             "turns_per_core_second_at_the_end": 1e3 / cpu_last if cpu_last else None,
+            "turns_per_second_at_the_end": len(last) * self.sessions / sum(self.seconds[turn] for turn in last)
+            if last
+            else None,
             "latency_ms": {"p50": self.latency_ms(0.5), "p99": self.latency_ms(0.99)},
             "cached_share": sum(t.cached_tokens for t in self.turns) / max(sum(t.prompt_tokens for t in self.turns), 1),
             "rss_bytes": self.rss or None,

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable, Sequence
 
 import aiohttp
 
-from cli.gateway_bench.load import LoadConfig, conversations, send
+from cli.gateway_bench.load import Conversation, LoadConfig, LoadError, TurnMeasure, conversations, send
 from cli.gateway_bench.report import SideReport
 from cli.gateway_bench.sides import Side
 
 
 async def run(config: LoadConfig, sides: Sequence[Side], progress: Callable[[int], None]) -> list[SideReport]:
-    """Raises LoadError. Conversations of one side take their turns one by one: what is measured is work, not waiting."""
+    """Raises LoadError. Of one side's conversations `at_once` take a turn at the same time, then the next ones."""
     reports = [SideReport(side.name, sessions=config.sessions, measured=side.pid is not None) for side in sides]
     talks = [conversations(config, side.name) for side in sides]
     connector = aiohttp.TCPConnector(limit=0)
@@ -24,9 +26,24 @@ async def run(config: LoadConfig, sides: Sequence[Side], progress: Callable[[int
             progress(turn)
             for side, report, talk in zip(sides, reports, talks, strict=True):
                 began = side.cpu_seconds()
-                report.turns += [await send(client, side.url, side.model, one, config) for one in talk]
+                clock = time.perf_counter()
+                for first in range(0, len(talk), config.at_once):
+                    report.turns += await _together(client, side, talk[first : first + config.at_once], config)
+                report.seconds[turn] = time.perf_counter() - clock
                 report.cpu[turn] = side.cpu_seconds() - began
         for side, report, start in zip(sides, reports, before, strict=True):
             report.stages = {name: seconds - start.get(name, 0.0) for name, seconds in (await side.stages(client)).items()}
             report.rss = side.rss()
     return reports
+
+
+async def _together(
+    client: aiohttp.ClientSession, side: Side, talks: Sequence[Conversation], config: LoadConfig
+) -> list[TurnMeasure]:
+    """One turn of each. When one fails, none is left running."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(send(client, side.url, side.model, talk, config)) for talk in talks]
+    except* LoadError as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]

@@ -1,13 +1,18 @@
 """`turnkeep bench gateway` against its own gateway and a stand-in for another router."""
 
+import asyncio
 import json
 import socket
 import subprocess
 import sys
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
-from cli.gateway_bench.sides import cpu_seconds, foreign_side
+from cli.gateway_bench.load import LoadConfig, LoadError
+from cli.gateway_bench.run import run
+from cli.gateway_bench.sides import Side, cpu_seconds, foreign_side
 
 
 @pytest.fixture
@@ -30,7 +35,7 @@ def stand_in():
 def test_a_run_measures_every_side(smollm2_dir, stand_in, tmp_path):
     url, _ = stand_in
     figures = tmp_path / "figures.json"
-    options = ["--sessions", "2", "--turns", "4", "--words", "60", "--replicas", "1", "--vs", f"other={url}"]
+    options = ["--sessions", "3", "--at-once", "2", "--turns", "4", "--words", "60", "--replicas", "1", "--vs", f"other={url}"]
     done = subprocess.run(
         [sys.executable, "-m", "cli.main", "bench", "gateway", "--model", smollm2_dir, *options, "--json", figures],
         capture_output=True,
@@ -40,7 +45,8 @@ def test_a_run_measures_every_side(smollm2_dir, stand_in, tmp_path):
     assert done.returncode == 0, done.stderr
     own, other = json.loads(figures.read_text())
     assert (own["name"], other["name"]) == ("turnkeep", "other")
-    assert own["turns"] == other["turns"] == 8
+    assert own["turns"] == other["turns"] == 12
+    assert own["turns_per_second_at_the_end"] > 0
     assert set(own["stages_ms"]) == {"parse", "identity", "ledger", "route", "proxy"}
     assert 0 < own["cpu_ms"] < 1000
     assert own["cached_share"] > 0.5
@@ -60,3 +66,39 @@ def test_a_side_is_known_by_who_listens(stand_in):
     assert cpu_seconds(pid) > 0
     with pytest.raises(ValueError, match="is no router"):
         foreign_side("localhost")
+
+
+async def test_conversations_take_turns_together():
+    here, most, seen = 0, 0, []
+    together = asyncio.Barrier(2)
+
+    async def answer(request):
+        nonlocal here, most
+        here += 1
+        most = max(most, here)
+        seen.append((request.headers["X-Session-ID"], len((await request.json())["messages"])))
+        await together.wait()
+        here -= 1
+        return web.json_response({"choices": [{"message": {"content": "yes"}}], "usage": {"prompt_tokens": 7}})
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", answer)
+    async with TestServer(app) as server:
+        side = Side("other", str(server.make_url("")).rstrip("/"), None)
+        (report,) = await run(LoadConfig(sessions=4, turns=2, words=5, at_once=2), [side], lambda turn: None)
+    assert most == 2
+    # A system prompt and a question, then an answer and another question.
+    assert sorted(seen) == sorted((f"other-{number}", 2 + 2 * turn) for number in range(4) for turn in range(2))
+    assert report.turns_per_second([2]) == pytest.approx(4 / report.seconds[2])
+
+
+async def test_the_first_failure_is_told():
+    async def refuse(request):
+        return web.json_response({"error": "no"}, status=500)
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", refuse)
+    async with TestServer(app) as server:
+        side = Side("other", str(server.make_url("")).rstrip("/"), None)
+        with pytest.raises(LoadError, match="answered 500"):
+            await run(LoadConfig(sessions=2, turns=1, at_once=2), [side], lambda turn: None)
