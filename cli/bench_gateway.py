@@ -26,6 +26,7 @@ _BLOCK = 16
 @click.option(
     "--at-once", type=click.IntRange(1), default=1, show_default=True, help="Conversations that take a turn at the same time."
 )
+@click.option("--pause", type=click.FloatRange(0, 60), default=0.0, show_default=True, help="Seconds before they do.")
 @click.option("--turns", type=click.IntRange(2), default=100, show_default=True, help="Of each conversation.")
 @click.option("--words", type=click.IntRange(1), default=960, show_default=True, help="Of each question; about a token each.")
 @click.option("--output-tokens", type=click.IntRange(1), default=16, show_default=True)
@@ -56,6 +57,7 @@ def gateway_command(**options: Any) -> None:
         words=options["words"],
         output_tokens=options["output_tokens"],
         stream=options["stream"],
+        pause=options["pause"],
         at_once=min(options["at_once"], options["sessions"]),
     )
     try:

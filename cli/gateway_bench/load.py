@@ -23,7 +23,8 @@ WORDS = (
 @dataclass(frozen=True, slots=True)
 class LoadConfig:
     """`sessions` conversations of `turns` turns; each question has `words` words (about a token each), each answer
-    `output_tokens` tokens. `stream`: answers come as events. `at_once`: conversations that take a turn at the same time."""
+    `output_tokens` tokens. `stream`: answers come as events. `at_once`: conversations that take a turn at the same time.
+    `pause`: seconds before they do."""
 
     sessions: int = 4
     turns: int = 100
@@ -32,6 +33,7 @@ class LoadConfig:
     stream: bool = False
     seed: int = 0
     at_once: int = 1
+    pause: float = 0.0
 
 
 @dataclass(slots=True)

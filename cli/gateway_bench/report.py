@@ -68,9 +68,7 @@ class SideReport:
             "body_bytes_by_turn": {turn: round(self.body_bytes([turn])) for turn in numbers},
             "prompt_tokens_last": max((turn.prompt_tokens for turn in self.turns), default=0),
             "turns_per_core_second_at_the_end": 1e3 / cpu_last if cpu_last else None,
-            "turns_per_second_at_the_end": len(last) * self.sessions / sum(self.seconds[turn] for turn in last)
-            if last
-            else None,
+            "turns_per_second_at_the_end": self.turns_per_second(last),
             "latency_ms": {"p50": self.latency_ms(0.5), "p99": self.latency_ms(0.99)},
             "cached_share": sum(t.cached_tokens for t in self.turns) / max(sum(t.prompt_tokens for t in self.turns), 1),
             "rss_bytes": self.rss or None,

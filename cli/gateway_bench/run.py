@@ -28,6 +28,8 @@ async def run(config: LoadConfig, sides: Sequence[Side], progress: Callable[[int
                 began = side.cpu_seconds()
                 clock = time.perf_counter()
                 for first in range(0, len(talk), config.at_once):
+                    if config.pause:
+                        await asyncio.sleep(config.pause)
                     report.turns += await _together(client, side, talk[first : first + config.at_once], config)
                 report.seconds[turn] = time.perf_counter() - clock
                 report.cpu[turn] = side.cpu_seconds() - began

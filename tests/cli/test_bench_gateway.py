@@ -1,10 +1,12 @@
 """`turnkeep bench gateway` against its own gateway and a stand-in for another router."""
 
 import asyncio
+import itertools
 import json
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 from aiohttp import web
@@ -90,6 +92,23 @@ async def test_conversations_take_turns_together():
     # A system prompt and a question, then an answer and another question.
     assert sorted(seen) == sorted((f"other-{number}", 2 + 2 * turn) for number in range(4) for turn in range(2))
     assert report.turns_per_second([2]) == pytest.approx(4 / report.seconds[2])
+
+
+async def test_a_pause_comes_before_every_turn():
+    came = []
+
+    async def answer(request):
+        came.append(time.monotonic())
+        return web.json_response({"choices": [{"message": {"content": "yes"}}]})
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", answer)
+    async with TestServer(app) as server:
+        side = Side("other", str(server.make_url("")).rstrip("/"), None)
+        began = time.monotonic()
+        await run(LoadConfig(sessions=2, turns=2, words=5, pause=0.05), [side], lambda turn: None)
+    assert len(came) == 4
+    assert all(after - before >= 0.05 for before, after in itertools.pairwise([began, *came]))
 
 
 async def test_the_first_failure_is_told():
