@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 _LOOK_EVERY = 0.2
 _CATCH_UP_SECONDS = 60.0
+# How long a process may keep its port closed because it does not have all the workers that its peers have.
+_JOIN_SECONDS = 10.0
 
 
 class ToldRegistry(Registry):
@@ -52,7 +54,8 @@ class ToldRegistry(Registry):
 
 
 class Peering:
-    """`async with`: the peers' socket is served. It begins after the public port, so that who has a socket there serves."""
+    """`async with`: the peers' socket is served. It begins before the public port: `joined` says when that may open, `listens`
+    that it has."""
 
     def __init__(
         self,
@@ -72,6 +75,7 @@ class Peering:
         self._local: set[str] = set()
         self._runner: web.AppRunner | None = None
         self._catching_up: asyncio.Task[None] | None = None
+        self._listens = False
 
     def registry(self, *, max_workers: int) -> ToldRegistry:
         """The source of workers that register. Call once."""
@@ -86,6 +90,24 @@ class Peering:
     async def metrics(self) -> bytes:
         """Of all processes together."""
         return merged([self._telemetry.render_metrics(), *await self.peers.ask("/metrics")])
+
+    async def joined(self) -> None:
+        """Waits until this process can take the turns that its peers can.
+
+        The kernel gives connections to whoever listens. A process that was started again and listened before it knew of the
+        workers would refuse turns that any of the others serves.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _JOIN_SECONDS
+        while missing := set((await self.peers.state()).ready) - set(self._state().ready):
+            if loop.time() >= deadline:
+                log.warning("other processes of this gateway have workers that this one does not reach: %s", sorted(missing))
+                return
+            await asyncio.sleep(_LOOK_EVERY)
+
+    def listens(self) -> None:
+        """The public port is open."""
+        self._listens = True
 
     async def __aenter__(self) -> Self:
         routes = PeerRoutes(heard=self._heard, state=self._state, metrics=self._telemetry.render_metrics, ready=self._ready)
@@ -119,9 +141,14 @@ class Peering:
                     self._registry.heard(word)
 
     def _state(self) -> State:
-        return State(tuple(view.name for view in self._dispatcher.workers() if view.draining))
+        views = self._dispatcher.workers()
+        return State(
+            tuple(view.name for view in views if view.draining), tuple(view.name for view in views if view.state == "ready")
+        )
 
     async def _ready(self) -> Literal[True] | str:
+        if not self._listens:
+            return "It does not listen yet."
         for reason in self._reasons():
             return reason
         for model in self._pipeline.models.all:

@@ -151,7 +151,8 @@ async def open_gateway(
 ) -> AsyncIterator[RunningGateway]:
     """Starts a gateway and ends it in order: no new connections, streams finished, replicas stopped, records written.
 
-    The port is taken before replicas are started, so that a port in use costs no loading. Raises ListenError,
+    The port is taken before replicas are started, so that a port in use costs no loading; one of several processes, for which
+    the port is held already, listens when it knows the workers that the others know. Raises ListenError,
     ModelFilesError, RecorderError. `forward` takes what replicas print: (name, line). `process`: it is one of several.
     """
     registry = ModelRegistry(ServedModel.load(config) for config in plan.gateway.models)
@@ -242,23 +243,32 @@ async def open_gateway(
             at = dataclasses.replace(plan.gateway.http, host=auth.admin_host, port=auth.admin_port)
             admin = HttpServer(apps.administration, at, tls=False, reuse_port=shared_port, options="--admin-")
         # Replicas outlive the server, whose last streams they finish.
-        async with AsyncExitStack() as replicas:
-            async with server:
+        async with AsyncExitStack() as replicas, AsyncExitStack() as ports:
+
+            async def listen() -> None:
+                await ports.enter_async_context(server)
                 if admin is not None:
                     await replicas.enter_async_context(admin)
-                if supervisor is not None:
-                    await replicas.enter_async_context(supervisor)
-                # Who is left before it goes is not missed.
-                replicas.push_async_callback(dispatcher.aclose)
-                for position, spec in enumerate(plan.workers):
-                    dispatcher.add_worker(f"worker-{position}", spec)
-                if peering is not None:
-                    await replicas.enter_async_context(peering)
-                await replicas.enter_async_context(Fleet(plan.fleet, dispatcher, sources))
-                try:
-                    yield RunningGateway(server, admin, dispatcher, supervisor, plan.replicas.count + len(plan.workers))
-                finally:
-                    stopping = True
+
+            if peering is None:
+                await listen()
+            if supervisor is not None:
+                await replicas.enter_async_context(supervisor)
+            # Who is left before it goes is not missed.
+            replicas.push_async_callback(dispatcher.aclose)
+            for position, spec in enumerate(plan.workers):
+                dispatcher.add_worker(f"worker-{position}", spec)
+            if peering is not None:
+                await replicas.enter_async_context(peering)
+            await replicas.enter_async_context(Fleet(plan.fleet, dispatcher, sources))
+            if peering is not None:
+                await peering.joined()
+                await listen()
+                peering.listens()
+            try:
+                yield RunningGateway(server, admin, dispatcher, supervisor, plan.replicas.count + len(plan.workers))
+            finally:
+                stopping = True
 
 
 def replica_command(plan: ServePlan, socket: Path, threads: int) -> list[str]:

@@ -54,9 +54,10 @@ _DECODER: msgspec.json.Decoder[Word] = msgspec.json.Decoder(Word)
 
 
 class State(msgspec.Struct, frozen=True):
-    """What a process that was started again has missed: workers that are drained."""
+    """What a process that was started again has missed: workers that are drained, and those that take turns."""
 
     draining: tuple[str, ...] = ()
+    ready: tuple[str, ...] = ()
 
 
 class Peers:
@@ -91,12 +92,16 @@ class Peers:
     async def state(self) -> State:
         """What the others know that this process should."""
         draining: set[str] = set()
+        ready: set[str] = set()
         for answer in await self.ask("/peer/state"):
             try:
-                draining.update(msgspec.json.decode(answer, type=State).draining)
+                state = msgspec.json.decode(answer, type=State)
             except msgspec.DecodeError as error:
                 log.warning("a process of this gateway says what is no state: %s", error)
-        return State(tuple(sorted(draining)))
+                continue
+            draining.update(state.draining)
+            ready.update(state.ready)
+        return State(tuple(sorted(draining)), tuple(sorted(ready)))
 
     async def is_ready(self, socket: Path) -> bool:
         """Whether a process has workers for every model."""
