@@ -234,8 +234,8 @@ class ReplicaApp:
     async def _write(
         self, request: web.Request, response: web.StreamResponse, values: Sequence[Chunk | KVMessage], *, last: bool = False
     ) -> None:
-        """One line a value, in one piece, and with the last ones the end of the answer: a gateway that has to wait for it cannot
-        use the connection again. A reader that takes nothing for too long is disconnected."""
+        """One line a value, in one piece, and with the last ones the end of the answer: a gateway that waits for it cannot use
+        the connection again. A reader that takes nothing for too long is disconnected."""
         lines = bytearray()
         for value in values:
             self._encoder.encode_into(value, lines, -1)
