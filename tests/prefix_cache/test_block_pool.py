@@ -192,7 +192,8 @@ def test_clear_forgets_everything_and_keeps_what_is_referenced():
         (lambda pool: pool._references.__setitem__(pool._free[0], 1), "must be free, cached or referenced"),
         (lambda pool: pool._digests.__setitem__(pool._free[0], b"x" * 16), "free but still has a digest"),
         (lambda pool: pool._by_digest.__setitem__(b"y" * 16, 0), "does not carry it"),
-        (lambda pool: pool._policy.pop(), "must be free, cached or referenced"),
+        (lambda pool: pool._published.__setitem__(0, False), "published=False with digest b"),
+        (lambda pool: pool._policy.pop_all(1), "must be free, cached or referenced"),
     ],
 )
 def test_integrity_check_finds_damaged_books(damage, message):
