@@ -315,7 +315,7 @@ class SimulatedEngine:
             child = Sequence(request, index, self.config, self._detokenizer)
             request.sequences.append(child)
             self._scheduler.run_beside(sequence, child)
-            if child.table:
+            if len(child.table):
                 children.append(child)
         return children
 
