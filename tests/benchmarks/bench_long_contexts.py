@@ -13,7 +13,6 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
 
 import numpy as np
 
@@ -32,16 +31,6 @@ TURNS = 30
 NEW_TOKENS = 960
 
 
-def median_seconds(work: Callable[[], None], before: Callable[[], None] = lambda: None, times: int = TURNS) -> float:
-    seconds = []
-    for _ in range(times):
-        before()
-        began = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
-
-
 def pool_costs(policy: EvictionPolicy, tokens: int, sessions: int) -> dict[str, float]:
     """Microseconds a block, of one session among several in the pool."""
     blocks = tokens // BLOCK
@@ -51,47 +40,41 @@ def pool_costs(policy: EvictionPolicy, tokens: int, sessions: int) -> dict[str, 
     for session in range(1, sessions + 1):
         packed = chance.integers(0, 1 << 16, tokens, dtype=np.uint32).tobytes()
         digests = JoinedDigests(joined_block_digests(packed, bytes(16), BLOCK))
-        table = pool.publish(pool.allocate(blocks), digests, bytes(16))
-        pool.free(table)
+        pool.free(pool.publish(pool.allocate(blocks), digests, bytes(16)))
         pool.mark(digests, IDLE, session=session)
         names.append(digests)
-    mine = names[0]
-    found = pool.find(mine)
-    if len(found) != blocks:
-        raise AssertionError(f"{len(found)} of {blocks} blocks are there")
-    later = [time.monotonic() + 1000.0]
-
-    def mark() -> None:
-        later[0] += 1.0
-        pool.mark(mine, WAITING, expected=later[0], session=1)
-
-    work: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
-        "look up": (lambda: (pool.find(mine), None)[1], lambda: None),
-        "touch": (lambda: pool.touch(found), lambda: None),
-        "free": (lambda: pool.free(found), lambda: pool.touch(found)),
-        "mark": (mark, lambda: None),
-    }
-    costs = {}
-    for name, (measured, before) in work.items():
-        if name == "touch":
-            costs[name] = median_seconds(measured, lambda: pool.free(pool_held(pool, found)))
-            pool.free(pool_held(pool, found))
-        else:
-            costs[name] = median_seconds(measured, before)
+    seconds: dict[str, list[float]] = {"look up": [], "touch": [], "free": [], "mark idle": [], "mark waiting": []}
+    for number in range(TURNS * sessions):
+        session = number % sessions
+        digests = names[session]
+        at = [time.perf_counter()]
+        found = pool.find(digests)
+        at.append(time.perf_counter())
+        pool.touch(found)
+        at.append(time.perf_counter())
+        pool.free(found)
+        at.append(time.perf_counter())
+        pool.mark(digests, IDLE, session=session + 1)
+        at.append(time.perf_counter())
+        pool.mark(digests, WAITING, expected=time.monotonic() + 100.0 + session, session=session + 1)
+        at.append(time.perf_counter())
+        if len(found) != blocks:
+            raise AssertionError(f"{len(found)} of {blocks} blocks are there")
+        for name, before, after in zip(seconds, at, at[1:], strict=False):
+            seconds[name].append(after - before)
     pool.check_integrity()
-    return {name: seconds / blocks * 1e6 for name, seconds in costs.items()}
-
-
-def pool_held(pool: BlockPool, blocks: np.ndarray) -> list[int]:
-    """Those of `blocks` that somebody refers to."""
-    return [block for block in blocks.tolist() if pool.references(block)]
+    return {name: statistics.median(taken) / blocks * 1e6 for name, taken in seconds.items()}
 
 
 def dict_cost(tokens: int) -> float:
     """Microseconds a key of putting as many keys into a dict as there are blocks."""
     keys = list(range(tokens // BLOCK))
-    values = dict.fromkeys(keys)
-    return median_seconds(lambda: {}.update(values)) / len(keys) * 1e6
+    seconds = []
+    for _ in range(TURNS):
+        began = time.perf_counter()
+        dict.fromkeys(keys)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds) / len(keys) * 1e6
 
 
 def turn(tokens: int, sessions: int) -> dict[str, float]:
