@@ -82,6 +82,7 @@ class SimulatedEngine:
                 retention_hints=True,
                 supersede=True,
                 prompt_prefixes=True,
+                gather=True,
                 resume=True,
             ),
             simulated=True,
