@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from prefix_cache.block_names import BlockNames
 from prefix_cache.events import AllCleared, BlocksRemoved, BlocksStored, KVEvent
 from prefix_cache.eviction import BlockIds, EvictionPolicy, LRUPolicy
 from prefix_cache.hashing import BlockHash, join_digests
@@ -49,9 +50,7 @@ class BlockPool:
         # A stack, lowest id on top: blocks of a fresh pool come out in order, so that a sequence's KV lies in one run.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._references: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
-        self._digests: list[BlockHash | None] = [None] * num_blocks
-        self._published: npt.NDArray[np.bool_] = np.zeros(num_blocks, dtype=np.bool_)  # which have one
-        self._by_digest: dict[BlockHash, int] = {}
+        self._names = BlockNames(num_blocks)
         self._events: list[KVEvent] = []
         self.generations = [0] * num_blocks
         """How often each block was handed out with nothing in it: as long as that stays, so does what a full block holds. Other
@@ -86,16 +85,20 @@ class BlockPool:
 
     def digest(self, block: int) -> BlockHash | None:
         """The digest under which `block` can be found, None if it cannot."""
-        return self._digests[block]
+        return self._names.of(block)
 
     def lookup(self, digests: Iterable[BlockHash]) -> list[int]:
         """The blocks of the longest prefix of `digests` that can be found. Changes nothing: `touch` them to keep them."""
-        # Asks for one after the other until it gets None.
-        return list(iter(map(self._by_digest.get, digests).__next__, None))
+        found: list[int] = self.find(digests).tolist()
+        return found
+
+    def find(self, digests: Iterable[BlockHash]) -> npt.NDArray[np.intp]:
+        """As `lookup`, as an array [blocks], which costs less."""
+        return self._names.prefix(digests)
 
     def block_of(self, digest: BlockHash) -> int | None:
         """The block that can be found by `digest`, None if there is none."""
-        return self._by_digest.get(digest)
+        return self._names.block(digest)
 
     def unreferenced(self, blocks: BlockIds) -> int:
         """How many of `blocks` are cached, so that touching them would lower `num_available`."""
@@ -131,7 +134,7 @@ class BlockPool:
         blocks = np.asarray(blocks, dtype=np.intp)
         last = self._last_of_each(blocks)
         cached = last[self._references[last] == 0]
-        free = cached[~self._published[cached]]
+        free = cached[~self._names.has[cached]]
         if len(free):
             raise IntegrityError(f"block {free[0]} is free and cannot be shared")
         self._policy.remove_all(cached)
@@ -151,7 +154,7 @@ class BlockPool:
             self._refer(blocks, last, 1)
             raise IntegrityError(f"block {last[left < 0][0]} was given back more often than it was taken")
         unused = last[left == 0]
-        published = self._published[unused]
+        published = self._names.has[unused]
         self._free += unused[~published].tolist()
         cached = unused[published]
         self._policy.add_all(cached)
@@ -178,7 +181,7 @@ class BlockPool:
         """Nobody will ask for these blocks again: they are given up before all others, the last of them first. `digests` in the
         order of their sequence; unknown ones are skipped. What is in use stays, and goes first once it is left; being touched
         makes a block like any other again. Returns how many blocks were found."""
-        blocks = self._known(digests)
+        blocks = self._names.known(digests)
         used = self._references[blocks] > 0
         self._superseded[blocks[used]] = True
         self._policy.supersede_all(blocks[~used])
@@ -187,14 +190,9 @@ class BlockPool:
     def mark(self, digests: Sequence[BlockHash], standing: int, *, expected: float = 0.0, session: int = 0) -> int:
         """What blocks are worth while nobody uses them (prefix_cache.worth); `digests` in the order of their sequence,
         unknown ones are skipped. Returns how many were found."""
-        blocks = self._known(digests)
+        blocks = self._names.known(digests)
         self._policy.mark_all(blocks[::-1], standing, expected, session)
         return len(blocks)
-
-    def _known(self, digests: Iterable[BlockHash]) -> npt.NDArray[np.intp]:
-        """The blocks of those digests that can be found."""
-        blocks = list(map(self._by_digest.get, digests))
-        return np.array([block for block in blocks if block is not None] if None in blocks else blocks, dtype=np.intp)
 
     def publish(self, blocks: Sequence[int], digests: Sequence[BlockHash], parent: BlockHash) -> list[int]:
         """Makes full, computed blocks of one sequence findable; they follow each other, `parent` is the digest before them.
@@ -208,13 +206,11 @@ class BlockPool:
         for block, digest in zip(blocks, digests, strict=True):
             if self._references[block] <= 0:
                 raise IntegrityError(f"block {block} cannot be published: nobody refers to it")
-            known = self._by_digest.get(digest)
+            known = self._names.block(digest)
             if known is None:
-                if self._digests[block] is not None:
+                if self._names.of(block) is not None:
                     raise IntegrityError(f"block {block} is already published under another digest")
-                self._digests[block] = digest
-                self._published[block] = True
-                self._by_digest[digest] = block
+                self._names.give(block, digest)
                 stored.append(digest)
                 held.append(block)
             else:
@@ -232,7 +228,7 @@ class BlockPool:
 
     def is_shared(self, block: int) -> bool:
         """True when `block` must not be written to: other tables hold it, or it is published."""
-        return self._digests[block] is not None or bool(self._references[block] > 1)
+        return self._names.of(block) is not None or bool(self._references[block] > 1)
 
     def copy_on_write(self, block: int) -> int:
         """A private block in place of a shared one: moves the caller's reference there. The caller copies the contents
@@ -244,11 +240,9 @@ class BlockPool:
     def clear(self) -> None:
         """Forgets every digest. Cached blocks become free; referenced ones stay with their sequences, unfindable."""
         self._free += self._policy.pop_all(len(self._policy))
-        self._by_digest.clear()
+        self._names.clear()
         self._policy.forget_all(np.arange(self.num_blocks))
         self._superseded[:] = False
-        self._digests = [None] * self.num_blocks
-        self._published[:] = False
         self._events.append(AllCleared())
 
     def take_events(self) -> list[KVEvent]:
@@ -258,7 +252,7 @@ class BlockPool:
 
     def snapshot(self) -> bytes:
         """Joined digests of all blocks that can be found now."""
-        return join_digests(self._by_digest)
+        return join_digests(self._names)
 
     def check_integrity(self, held: Mapping[int, int] | None = None) -> None:
         """Raises IntegrityError unless every block is free, cached or referenced, exactly once, and each digest names one
@@ -277,30 +271,24 @@ class BlockPool:
                     f"block {block} must be free, cached or referenced: free={block in free}, "
                     f"cached={block in cached_set}, references={references}"
                 )
-            digest = self._digests[block]
+            digest = self._names.of(block)
             if block in free and digest is not None:
                 raise IntegrityError(f"block {block} is free but still has a digest")
             if block in cached_set and digest is None:
                 raise IntegrityError(f"block {block} is cached but has no digest")
-            if bool(self._published[block]) != (digest is not None):
-                raise IntegrityError(f"block {block} is published={bool(self._published[block])} with digest {digest!r}")
-            if digest is not None and self._by_digest.get(digest) != block:
-                raise IntegrityError(f"block {block} cannot be found by its digest")
             if held is not None and held.get(block, 0) != references:
                 raise IntegrityError(f"block {block} has {references} references but is held {held.get(block, 0)} times")
-        if len(self._by_digest) != sum(digest is not None for digest in self._digests):
-            raise IntegrityError("a digest leads to a block that does not carry it")
-        idle = np.flatnonzero(self._superseded & ((self._references == 0) | ~self._published))
+        wrong = self._names.inconsistency()
+        if wrong is not None:
+            raise IntegrityError(wrong)
+        idle = np.flatnonzero(self._superseded & ((self._references == 0) | ~self._names.has))
         if len(idle):
             raise IntegrityError(f"block {idle[0]} waits to be given up first, but nobody refers to it or it cannot be found")
         if free | cached_set and (max(free | cached_set) >= self.num_blocks or min(free | cached_set) < 0):
             raise IntegrityError("a block that does not exist is free or cached")
 
     def _forget(self, block: int) -> BlockHash:
-        digest = self._digests[block]
+        digest = self._names.take(block)
         if digest is None:
             raise IntegrityError(f"block {block} was evicted but has no digest")
-        self._digests[block] = None
-        self._published[block] = False
-        del self._by_digest[digest]
         return digest

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-BlockIds = Sequence[int] | npt.NDArray[np.intp]
+BlockIds = Sequence[int] | npt.NDArray[np.intp] | npt.NDArray[np.int32]
 """Distinct blocks, in an order that means something."""
 
 

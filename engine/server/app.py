@@ -36,7 +36,7 @@ from gateway.workers.protocol import (
 )
 from prefix_cache.event_log import Subscription
 from prefix_cache.events import KVMessage
-from prefix_cache.hashing import DIGEST_BYTES, split_digests
+from prefix_cache.hashing import DIGEST_BYTES, JoinedDigests
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class ReplicaApp:
         if len(joined) % DIGEST_BYTES:
             message = f"digests take {DIGEST_BYTES} bytes each; {len(joined)} bytes are no whole number of them."
             raise RequestRefused("invalid_request", message, "digests")
-        return json_reply(SupersedeReply(await engine.supersede(split_digests(joined))))
+        return json_reply(SupersedeReply(await engine.supersede(JoinedDigests(joined))))
 
     async def _retain(self, request: web.Request) -> web.StreamResponse:
         engine = self._ready_engine()
