@@ -197,6 +197,11 @@ class DigestChain(Sequence[BlockHash]):
     def __iter__(self) -> Iterator[BlockHash]:
         return iter(split_digests(bytes(self._joined)))
 
+    def __eq__(self, other: object) -> bool:
+        return self._joined == other._joined if isinstance(other, DigestChain) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # it changes
+
 
 def as_joined(digests: Sequence[BlockHash]) -> JoinedDigests:
     """The same digests back to back."""

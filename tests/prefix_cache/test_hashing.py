@@ -130,8 +130,10 @@ def test_a_chain_grows_and_reads_as_a_sequence():
         digests[::2],
     ]
     other = chain.copy()
+    assert other == chain
     other.append(bytes(16))
     assert (len(chain), len(other)) == (5, 6)
+    assert other != chain
     assert as_joined(chain) == as_joined(digests) == JoinedDigests(b"".join(digests))
     for outside in (5, -6):
         with pytest.raises(IndexError, match="there are 5 digests"):
