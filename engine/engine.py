@@ -298,8 +298,7 @@ class Engine:
         tiers = {} if self._tiers is None else self._tiers.snapshot()
         return {DEVICE: self._cache.pool.snapshot(), **tiers}
 
-    def supersede(self, digests: Iterable[BlockHash]) -> int:
-        digests = tuple(digests)
+    def supersede(self, digests: Sequence[BlockHash]) -> int:
         if self._tiers is not None:
             self._tiers.mark(digests, SUPERSEDED)
         return self._cache.pool.supersede(digests)

@@ -43,6 +43,7 @@ def worker_info(
             retention_hints=True,
             supersede=True,
             prompt_prefixes=True,
+            gather=True,
             resume=True,
         ),
     )

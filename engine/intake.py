@@ -21,7 +21,7 @@ from gateway.workers.protocol import GenerateRequest
 from grammar.compiler import CompiledGrammar
 from grammar.detokenizer import Detokenizer
 from grammar.tools import GrammarRefused
-from prefix_cache.hashing import BlockHash, iter_block_digests, pack_tokens, root_digest, unpack_tokens
+from prefix_cache.hashing import BlockHash, DigestChain, joined_block_digests, pack_tokens, root_digest, unpack_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Intake:
         )
         seed = secrets.randbits(63) if params.seed is None else params.seed
         # Choices other than the first learn their digests from it when they are forked off.
-        digests = list(iter_block_digests(pack_tokens(prompt), root, limits.block_size)) if self.caching else []
+        joined = joined_block_digests(pack_tokens(prompt), root, limits.block_size) if self.caching else b""
         for index in range(params.n):
             sequence = Sequence(
                 request=request,
@@ -97,7 +97,7 @@ class Intake:
                 ),
                 matcher=None if grammar is None else grammar.matcher(),
                 status=Status.UNFORKED,
-                digests=digests if index == 0 else [],
+                digests=DigestChain(joined if index == 0 else b""),
             )
             request.sequences.append(sequence)
         if resumed:
@@ -148,7 +148,7 @@ def _resume(request: Request, wire: GenerateRequest, resumed: list[list[int]]) -
     request.forked = True
     request.held = []
     for sequence, choice, token_ids in zip(request.sequences, wire.resume, resumed, strict=True):
-        sequence.digests = list(request.sequences[0].digests)
+        sequence.digests = request.sequences[0].digests.copy()
         sequence.resumed = len(token_ids)
         decision = replay(sequence.index, token_ids, functools.partial(_append, sequence))
         if choice.finished or decision is not None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+import numpy as np
+import numpy.typing as npt
+
 from engine.request import Sequence
 from offload.transfers import Filled
 from prefix_cache.block_pool import BlockPool
@@ -27,16 +30,16 @@ class KVCache:
         """Blocks that hold `tokens` tokens."""
         return -(-tokens // self.pool.block_size)
 
-    def match(self, sequence: Sequence) -> list[int]:
+    def match(self, sequence: Sequence) -> npt.NDArray[np.intp]:
         """Published blocks of the longest known prefix. The last token is never among them: it must be computed, since its
         hidden state chooses the next one."""
         if not self.caching:
-            return []
+            return np.zeros(0, dtype=np.intp)
         count = (sequence.num_tokens - 1) // self.pool.block_size
         sequence.name_blocks(count, self.pool.block_size)
-        return self.pool.lookup(sequence.digests[:count])
+        return self.pool.find(sequence.digests[:count])
 
-    def attach(self, sequence: Sequence, found: list[int]) -> None:
+    def attach(self, sequence: Sequence, found: npt.NDArray[np.intp]) -> None:
         """Starts a sequence that holds nothing from the blocks that `match` found."""
         self.pool.touch(found)
         sequence.table.extend(found)
@@ -58,7 +61,7 @@ class KVCache:
         if count:
             parent = sequence.digests[start - 1] if start else sequence.request.root
             digests = sequence.digests[start : start + count]
-            sequence.table.replace(start, self.pool.publish(sequence.table.blocks[start:], digests, parent))
+            sequence.table.replace(start, self.pool.publish(sequence.table.part(start), digests, parent))
         sequence.published = start + count
         sequence.computed = sequence.published * self.pool.block_size
 
@@ -102,7 +105,7 @@ class KVCache:
         sequence.name_blocks(full, self.pool.block_size)
         start = sequence.published
         parent = sequence.digests[start - 1] if start else sequence.request.root
-        own = sequence.table.blocks[start:full]
+        own = sequence.table.part(start, full)
         held = self.pool.publish(own, sequence.digests[start:full], parent)
         if self._keep_filled:
             generations, session = self.pool.generations, sequence.request.session
@@ -114,11 +117,11 @@ class KVCache:
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Gives `child`, which holds nothing, all that `parent` holds, the partial last block too."""
-        self.pool.touch(parent.table.blocks)
-        child.table.extend(parent.table.blocks)
+        self.pool.touch(parent.table.array)
+        child.table.extend(parent.table.array)
         child.computed = parent.computed
         child.published = parent.published
-        child.digests = list(parent.digests)
+        child.digests = parent.digests.copy()
 
     def release(self, sequence: Sequence) -> None:
         """Takes all blocks back. What was published may be found again as long as nobody needs the room."""
@@ -128,7 +131,7 @@ class KVCache:
 
     def check_integrity(self, running: Iterable[Sequence], others: Iterable[int] = ()) -> None:
         """Raises IntegrityError unless the pool's references are exactly those of these sequences, and one each of `others`."""
-        held = Counter(block for sequence in running for block in sequence.table.blocks)
+        held = Counter(block for sequence in running for block in sequence.table.part(0))
         held.update(others)
         self.pool.check_integrity(held)
 

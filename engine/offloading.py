@@ -119,7 +119,7 @@ class Offloading:
 
     def begin(self, sequence: EngineSequence, first: int) -> None:
         """Starts to load the blocks of a sequence's table from `first` on."""
-        blocks = sequence.table.blocks[first:]
+        blocks = sequence.table.part(first)
         digests = sequence.digests[first : first + len(blocks)]
         ticket = LoadTicket(digests, blocks, sum(self._load_seconds(digests)))
         self._loading[id(sequence)] = _Load(sequence, ticket, first, self._clock())

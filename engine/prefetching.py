@@ -232,7 +232,7 @@ class Prefetching:
             del self._plans[plan.session]
             return
         digests = named.digests
-        first = len(self._pool.lookup(digests))
+        first = len(self._pool.find(digests))
         wanted = digests[first:]
         count = self._tiers.reach(wanted)
         # Whom a slow fetch displaces may be worth more than what it brings in time.

@@ -16,7 +16,7 @@ from engine.speculation.lengths import DraftLength
 from engine.speculation.ngrams import History
 from gateway.workers.protocol import SamplingParams
 from grammar.compiler import GrammarMatcher
-from prefix_cache.hashing import BlockHash, chain_digest, pack_tokens
+from prefix_cache.hashing import BlockHash, DigestChain, chain_digest, pack_tokens
 
 MAX_FORCED = 64
 """Tokens that a grammar forces on a sequence in one step, at most."""
@@ -53,7 +53,7 @@ class Sequence:
     stops: StopChecker
     matcher: GrammarMatcher | None
     status: Status
-    digests: list[BlockHash]
+    digests: DigestChain
     output: list[int] = field(default_factory=list)
     table: BlockTable = field(default_factory=BlockTable)
     computed: int = 0

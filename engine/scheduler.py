@@ -20,6 +20,9 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+import numpy.typing as npt
+
 from engine.kv_cache import BlockCopy, KVCache
 from engine.offloading import Offloading
 from engine.request import Request, Sequence, Status
@@ -251,7 +254,7 @@ class Scheduler:
         """True when something that nobody waits for has given blocks back, up to `blocks` of them."""
         return self._give_way is not None and self._give_way(blocks)
 
-    def _load(self, tiers: Offloading, sequence: Sequence, found: list[int], count: int) -> int:
+    def _load(self, tiers: Offloading, sequence: Sequence, found: npt.NDArray[np.intp], count: int) -> int:
         """Lets a sequence from the queue wait in a state of its own for what a tier has behind what was `found`. Returns how
         many blocks it will need when that is here."""
         self._dequeue(sequence)

@@ -16,7 +16,7 @@ from engine.session_door import common_blocks
 from engine.session_numbers import session_number
 from gateway.workers.protocol import RetentionHint
 from prefix_cache.block_pool import BlockPool
-from prefix_cache.hashing import BlockHash, JoinedDigests, join_digests, split_digests
+from prefix_cache.hashing import BlockHash, JoinedDigests, as_joined
 from prefix_cache.worth import IDLE, PINNED, SUPERSEDED, WAITING
 
 MAX_BYTES = 64 << 20
@@ -38,7 +38,7 @@ class SessionBlocks:
         self._tiers = tiers
         self._max_bytes = max_bytes
         self._clock = clock
-        self._sessions: OrderedDict[int, bytes] = OrderedDict()
+        self._sessions: OrderedDict[int, JoinedDigests] = OrderedDict()
         self._roots: dict[int, BlockHash] = {}
         self._first_arrivals: OrderedDict[int, int] = OrderedDict()
         self._bytes = 0
@@ -57,8 +57,8 @@ class SessionBlocks:
 
     def names(self, session: int) -> Named | None:
         """The blocks of a session's last turn; None when it is not known."""
-        joined = self._sessions.get(session)
-        return None if joined is None else Named(self._roots[session], JoinedDigests(joined))
+        digests = self._sessions.get(session)
+        return None if digests is None else Named(self._roots[session], digests)
 
     def arrives(self, session: int) -> None:
         """A turn of the session is here, and will begin when its time comes."""
@@ -67,27 +67,27 @@ class SessionBlocks:
 
     def began(self, session: int, digests: Sequence[BlockHash], held: int) -> None:
         """A turn of the session has begun; the first `held` of its blocks were not computed."""
-        joined = self._sessions.get(session)
-        if joined is not None:
-            common = common_blocks(JoinedDigests(joined), digests)
-            self.lost_blocks += max(0, common - held)
+        before = self._sessions.get(session)
+        if before is not None:
+            self.lost_blocks += max(0, common_blocks(before, digests) - held)
 
     def ended(self, session: int, root: BlockHash, digests: Sequence[BlockHash]) -> None:
         """A turn of the session has ended, with these blocks; `root` is the parent of the first."""
+        digests = as_joined(digests)
         if session:
             self._forget(session)
-            joined = self._sessions[session] = join_digests(digests)
+            self._sessions[session] = digests
             self._roots[session] = root
-            self._bytes += len(joined)
+            self._bytes += len(digests.joined)
             while self._bytes > self._max_bytes:
                 self._forget(next(iter(self._sessions)))
         self._mark(digests, IDLE, 0.0, session)
 
     def pauses(self, session: int) -> None:
         """It will be back, but not before others have ended: its blocks go before theirs."""
-        joined = self._sessions.get(session)
-        if joined is not None:
-            self._mark(split_digests(joined), IDLE, 0.0, session)
+        digests = self._sessions.get(session)
+        if digests is not None:
+            self._mark(digests, IDLE, 0.0, session)
         if self.prefetching is not None:
             self.prefetching.forget(session)
 
@@ -96,10 +96,9 @@ class SessionBlocks:
         session = session_number(hint.tenant, hint.session)
         if hint.state == "closed":
             self._first_arrivals.pop(session, None)
-        joined = self._sessions.get(session)
-        if joined is None:
+        digests = self._sessions.get(session)
+        if digests is None:
             return
-        digests = split_digests(joined)
         now = self._clock()
         if hint.state == "prefetch":
             if self._tiers is not None:
@@ -124,10 +123,10 @@ class SessionBlocks:
 
     def _forget(self, session: int) -> None:
         if session in self._sessions:
-            self._bytes -= len(self._sessions.pop(session))
+            self._bytes -= len(self._sessions.pop(session).joined)
             del self._roots[session]
 
-    def _mark(self, digests: Sequence[BlockHash], standing: int, expected: float, session: int) -> None:
+    def _mark(self, digests: JoinedDigests, standing: int, expected: float, session: int) -> None:
         self._pool.mark(digests, standing, expected=expected, session=session)
         if self._tiers is not None:
             self._tiers.mark(digests, standing, expected=expected, session=session)

@@ -436,7 +436,7 @@ class SessionDoor:
                 uses[digest] -= 1
         for digest in digests[common:]:
             uses[digest] = uses.get(digest, 0) + 1
-        known.digests = tuple(digests)
+        known.digests = digests[:]  # as they are now: the chain of a sequence grows
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless the books balance."""

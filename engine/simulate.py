@@ -12,7 +12,7 @@ Imports no torch: it starts in no time.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections import abc
 
 from tokenizers import Tokenizer
 
@@ -82,6 +82,7 @@ class SimulatedEngine:
                 retention_hints=True,
                 supersede=True,
                 prompt_prefixes=True,
+                gather=True,
                 resume=True,
             ),
             simulated=True,
@@ -191,12 +192,11 @@ class SimulatedEngine:
         tiers = {} if self._tiers is None else self._tiers.snapshot()
         return {DEVICE: digests, **tiers} if digests else tiers
 
-    def retain(self, hints: Iterable[RetentionHint]) -> None:
+    def retain(self, hints: abc.Iterable[RetentionHint]) -> None:
         for hint in hints:
             self._sessions.told(hint)
 
-    def supersede(self, digests: Iterable[BlockHash]) -> int:
-        digests = tuple(digests)
+    def supersede(self, digests: abc.Sequence[BlockHash]) -> int:
         if self._tiers is not None:
             self._tiers.mark(digests, SUPERSEDED)
         return self._scheduler.pool.supersede(digests)
@@ -315,7 +315,7 @@ class SimulatedEngine:
             child = Sequence(request, index, self.config, self._detokenizer)
             request.sequences.append(child)
             self._scheduler.run_beside(sequence, child)
-            if child.table:
+            if len(child.table):
                 children.append(child)
         return children
 

@@ -25,7 +25,7 @@ from gateway.workers.clients import open_client
 from gateway.workers.generation import Hooks, Limits, PooledGeneration
 from gateway.workers.member import Member, ProbeConfig
 from gateway.workers.pool import MakeClient, WorkerPool
-from gateway.workers.protocol import GenerateRequest, RetentionHint, SamplingParams, WorkerInfo
+from gateway.workers.protocol import MAX_GATHER_SECONDS, GenerateRequest, RetentionHint, SamplingParams, WorkerInfo
 from gateway.workers.retention import RetentionHints
 from gateway.workers.spec import WorkerSpec
 from gateway.workers.tls import worker_tls
@@ -49,7 +49,8 @@ class PoolConfig:
     the first worker. `aliases`: further name -> model. `max_attempts`: workers tried for one turn. `max_migrations`: how often
     a generation that has begun may lose its worker and go on with another; `resume_wait`: how long it waits for one to be
     there. `accept_timeout`: for a worker to accept a request, which may include compiling a grammar. `probe_timeout`: for every
-    other answer of a worker. `ca_file`: PEM, authorities that are trusted for https workers beside the system's.
+    other answer of a worker. `gather`: for which a worker may keep back tokens of an answer that is delivered whole, so that
+    they come together (0: none). `ca_file`: PEM, authorities that are trusted for https workers beside the system's.
     """
 
     models: tuple[str, ...] = ()
@@ -60,6 +61,7 @@ class PoolConfig:
     retry_after: float = 2.0
     connect_timeout: float = 3.0
     accept_timeout: float = 120.0
+    gather: float = 0.2
     poll_interval: float = 1.0
     probe_timeout: float = 5.0
     unresponsive_after: float = 30.0
@@ -73,6 +75,8 @@ class PoolConfig:
             raise ValueError(f"pool.max_migrations must be 0 or more, not {self.max_migrations}")
         if self.resume_wait < 0:
             raise ValueError(f"pool.resume_wait must be 0 or more, not {self.resume_wait}")
+        if not 0 <= self.gather <= MAX_GATHER_SECONDS:
+            raise ValueError(f"pool.gather must be from 0 to {MAX_GATHER_SECONDS:g}, not {self.gather}")
         for name in ("connect_timeout", "accept_timeout", "poll_interval", "probe_timeout", "unresponsive_after"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"pool.{name} must be positive, not {getattr(self, name)}")
@@ -213,6 +217,7 @@ class PoolDispatcher:
         priority: int,
         trace_headers: Mapping[str, str],
         known_as: str | None = None,
+        whole: bool = False,
     ) -> PooledGeneration:
         def place(excluded: set[str], generated: int, namespace: str | None) -> Placement:
             tokens = prompt.num_tokens + generated
@@ -239,6 +244,7 @@ class PoolDispatcher:
                 tenant=session.tenant,
                 cache_salt=prompt.cache_salt,
                 model=self.pool.adapter(model),
+                gather=self._config.gather if whole else 0.0,
             ),
             prompt.num_tokens,
             trace_headers,

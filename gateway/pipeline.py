@@ -164,6 +164,7 @@ class Pipeline:
                     sampling=_within_context(turn.sampling, prompt, info),
                     priority=turn.priority,
                     trace_headers=trace_headers,
+                    whole=not turn.stream,
                 )
             except TurnError as error:
                 if error.code != "invalid_grammar" or prompt.grammar is None:

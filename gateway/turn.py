@@ -167,9 +167,11 @@ class Dispatcher(Protocol):
         priority: int,
         trace_headers: Mapping[str, str],
         known_as: str | None = None,
+        whole: bool = False,
     ) -> Generation:
         """`known_as`: what the gateway calls a session that the request did not name. Its worker knows it by that; where it
-        goes is decided by its prompt, as of any that names none.
+        goes is decided by its prompt, as of any that names none. `whole`: the answer is delivered when it is complete, so
+        nobody waits for its tokens one by one.
 
         Raises TurnError: 503 when no worker can take it, 4xx when the worker refuses it as it is.
 

@@ -16,8 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
+from prefix_cache.block_names import BlockNames
 from prefix_cache.events import AllCleared, BlocksRemoved, BlocksStored, KVEvent
-from prefix_cache.eviction import EvictionPolicy, LRUPolicy
+from prefix_cache.eviction import BlockIds, EvictionPolicy, LRUPolicy
 from prefix_cache.hashing import BlockHash, join_digests
 
 
@@ -32,7 +36,8 @@ class PoolExhausted(Exception):  # noqa: N818 - an ordinary answer; the schedule
 class BlockPool:
     """`num_blocks` blocks of `block_size` tokens. Not thread-safe: it belongs to the engine thread.
 
-    allocate, touch, free and publish are O(1) a block.
+    allocate, touch, free and publish are O(1) a block. A context of 100k tokens has thousands of blocks, and each of its turns
+    looks them up, touches, frees and marks them: what is kept of blocks lies in arrays and dictionaries that do so in bulk.
     """
 
     def __init__(self, num_blocks: int, block_size: int, policy: EvictionPolicy | None = None) -> None:
@@ -44,15 +49,15 @@ class BlockPool:
         self._policy: EvictionPolicy = LRUPolicy() if policy is None else policy
         # A stack, lowest id on top: blocks of a fresh pool come out in order, so that a sequence's KV lies in one run.
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._references = [0] * num_blocks
-        self._digests: list[BlockHash | None] = [None] * num_blocks
-        self._by_digest: dict[BlockHash, int] = {}
+        self._references: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
+        self._names = BlockNames(num_blocks)
         self._events: list[KVEvent] = []
         self.generations = [0] * num_blocks
         """How often each block was handed out with nothing in it: as long as that stays, so does what a full block holds. Other
         threads may read it."""
         # Referenced blocks that go first once their last user has left them.
-        self._superseded: set[int] = set()
+        self._superseded: npt.NDArray[np.bool_] = np.zeros(num_blocks, dtype=np.bool_)
+        self._places: npt.NDArray[np.intp] = np.zeros(num_blocks, dtype=np.intp)  # scratch
 
     @property
     def num_free(self) -> int:
@@ -76,118 +81,118 @@ class BlockPool:
 
     def references(self, block: int) -> int:
         """How many tables hold `block`."""
-        return self._references[block]
+        return int(self._references[block])
 
     def digest(self, block: int) -> BlockHash | None:
         """The digest under which `block` can be found, None if it cannot."""
-        return self._digests[block]
+        return self._names.of(block)
 
     def lookup(self, digests: Iterable[BlockHash]) -> list[int]:
         """The blocks of the longest prefix of `digests` that can be found. Changes nothing: `touch` them to keep them."""
-        found = []
-        for digest in digests:
-            block = self._by_digest.get(digest)
-            if block is None:
-                break
-            found.append(block)
+        found: list[int] = self.find(digests).tolist()
         return found
+
+    def find(self, digests: Iterable[BlockHash]) -> npt.NDArray[np.intp]:
+        """As `lookup`, as an array [blocks], which costs less."""
+        return self._names.prefix(digests)
 
     def block_of(self, digest: BlockHash) -> int | None:
         """The block that can be found by `digest`, None if there is none."""
-        return self._by_digest.get(digest)
+        return self._names.block(digest)
 
-    def unreferenced(self, blocks: Iterable[int]) -> int:
+    def unreferenced(self, blocks: BlockIds) -> int:
         """How many of `blocks` are cached, so that touching them would lower `num_available`."""
-        return sum(self._references[block] == 0 for block in blocks)
+        return len(blocks) - int(np.count_nonzero(self._references[np.asarray(blocks, dtype=np.intp)]))
 
     def allocate(self, count: int) -> list[int]:
         """`count` blocks with one reference each and nothing in them, all or none. Cached blocks are evicted when the free
         ones do not suffice. Raises PoolExhausted."""
         if count > self.num_available:
             raise PoolExhausted(f"{count} blocks asked for, {self.num_available} of {self.num_blocks} available")
-        return self._take(count, self._policy.pop)
+        return self._take(count, self._policy.pop_all)
 
     def allocate_spare(self, count: int, expected: float) -> list[int]:
         """As `allocate`, but at most `count` blocks, and evicting only what is worth less than blocks of a session that is
         expected back at `expected`."""
-        return self._take(count, lambda: self._policy.pop_below(expected))
+        return self._take(count, lambda most: self._policy.pop_below(most, expected))
 
-    def _take(self, count: int, evict: Callable[[], int | None]) -> list[int]:
-        blocks: list[int] = []
-        evicted = []
-        while len(blocks) < count:
-            if self._free:
-                block = self._free.pop()
-            else:
-                victim = evict()
-                if victim is None:
-                    break
-                block = victim
-                evicted.append(self._forget(block))
-            self._references[block] = 1
+    def _take(self, count: int, evict: Callable[[int], list[int]]) -> list[int]:
+        blocks = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        if len(blocks) < count:
+            evicted = evict(count - len(blocks))
+            if evicted:
+                self._events.append(BlocksRemoved(join_digests(map(self._forget, evicted))))
+            blocks += evicted
+        self._references[blocks] = 1
+        for block in blocks:
             self.generations[block] += 1
-            blocks.append(block)
-        if evicted:
-            self._events.append(BlocksRemoved(join_digests(evicted)))
         return blocks
 
-    def touch(self, blocks: Iterable[int]) -> None:
-        """Adds a reference to each block. Raises IntegrityError for a free one: it may hold anything."""
-        for block in blocks:
-            if self._references[block] == 0:
-                if self._digests[block] is None:
-                    raise IntegrityError(f"block {block} is free and cannot be shared")
-                self._policy.remove(block)
-            # Somebody asks for it again, so it is worth what others are worth.
-            self._superseded.discard(block)
-            self._references[block] += 1
+    def touch(self, blocks: BlockIds) -> None:
+        """Adds a reference to each block. Raises IntegrityError for a free one, which may hold anything; then nothing has
+        changed."""
+        blocks = np.asarray(blocks, dtype=np.intp)
+        last = self._last_of_each(blocks)
+        cached = last[self._references[last] == 0]
+        free = cached[~self._names.has[cached]]
+        if len(free):
+            raise IntegrityError(f"block {free[0]} is free and cannot be shared")
+        self._policy.remove_all(cached)
+        # Somebody asks for them again, so they are worth what others are worth.
+        self._superseded[blocks] = False
+        self._refer(blocks, last, 1)
 
-    def free(self, table: Sequence[int]) -> None:
+    def free(self, table: BlockIds) -> None:
         """Drops one reference from each block of a sequence's table, given in the order of the sequence. What nobody refers
-        to any more becomes cached, the tail to be evicted first, or free. Raises IntegrityError on one reference too many."""
-        superseded: list[int] = []
-        for block in reversed(table):
-            if self._references[block] <= 0:
-                raise IntegrityError(f"block {block} was given back more often than it was taken")
-            self._references[block] -= 1
-            if self._references[block] == 0:
-                if self._digests[block] is None:
-                    self._free.append(block)
-                else:
-                    self._policy.add(block)
-                if block in self._superseded:
-                    self._superseded.discard(block)
-                    superseded.append(block)
-        # The tail was left first and must go first, so it is named last.
-        for block in reversed(superseded):
-            self._policy.supersede(block)
+        to any more becomes cached, the tail to be evicted first, or free. Raises IntegrityError on one reference too many; then
+        nothing has changed."""
+        blocks = np.asarray(table, dtype=np.intp)[::-1]
+        last = self._last_of_each(blocks)
+        self._refer(blocks, last, -1)
+        left = self._references[last]
+        if (left < 0).any():
+            self._refer(blocks, last, 1)
+            raise IntegrityError(f"block {last[left < 0][0]} was given back more often than it was taken")
+        unused = last[left == 0]
+        published = self._names.has[unused]
+        self._free += unused[~published].tolist()
+        cached = unused[published]
+        self._policy.add_all(cached)
+        superseded = cached[self._superseded[cached]]
+        if len(superseded):
+            self._superseded[superseded] = False
+            # The tail was left first and must go first, so it is named last.
+            self._policy.supersede_all(superseded[::-1])
+
+    def _last_of_each(self, blocks: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+        """Each of `blocks` once, where it is named last."""
+        order = np.arange(len(blocks))
+        self._places[blocks] = order
+        is_last = self._places[blocks] == order
+        return blocks if is_last.all() else blocks[is_last]
+
+    def _refer(self, blocks: npt.NDArray[np.intp], distinct: npt.NDArray[np.intp], change: int) -> None:
+        if len(distinct) == len(blocks):
+            self._references[blocks] += change
+        else:
+            np.add.at(self._references, blocks, change)
 
     def supersede(self, digests: Iterable[BlockHash]) -> int:
         """Nobody will ask for these blocks again: they are given up before all others, the last of them first. `digests` in the
         order of their sequence; unknown ones are skipped. What is in use stays, and goes first once it is left; being touched
         makes a block like any other again. Returns how many blocks were found."""
-        found = 0
-        for digest in digests:
-            block = self._by_digest.get(digest)
-            if block is None:
-                continue
-            found += 1
-            if self._references[block]:
-                self._superseded.add(block)
-            else:
-                self._policy.supersede(block)
-        return found
+        blocks = self._names.known(digests)
+        used = self._references[blocks] > 0
+        self._superseded[blocks[used]] = True
+        self._policy.supersede_all(blocks[~used])
+        return len(blocks)
 
     def mark(self, digests: Sequence[BlockHash], standing: int, *, expected: float = 0.0, session: int = 0) -> int:
         """What blocks are worth while nobody uses them (prefix_cache.worth); `digests` in the order of their sequence,
         unknown ones are skipped. Returns how many were found."""
-        found = 0
-        for digest in reversed(digests):
-            block = self._by_digest.get(digest)
-            if block is not None:
-                found += 1
-                self._policy.mark(block, standing, expected, session)
-        return found
+        blocks = self._names.known(digests)
+        self._policy.mark_all(blocks[::-1], standing, expected, session)
+        return len(blocks)
 
     def publish(self, blocks: Sequence[int], digests: Sequence[BlockHash], parent: BlockHash) -> list[int]:
         """Makes full, computed blocks of one sequence findable; they follow each other, `parent` is the digest before them.
@@ -201,12 +206,11 @@ class BlockPool:
         for block, digest in zip(blocks, digests, strict=True):
             if self._references[block] <= 0:
                 raise IntegrityError(f"block {block} cannot be published: nobody refers to it")
-            known = self._by_digest.get(digest)
+            known = self._names.block(digest)
             if known is None:
-                if self._digests[block] is not None:
+                if self._names.of(block) is not None:
                     raise IntegrityError(f"block {block} is already published under another digest")
-                self._digests[block] = digest
-                self._by_digest[digest] = block
+                self._names.give(block, digest)
                 stored.append(digest)
                 held.append(block)
             else:
@@ -224,7 +228,7 @@ class BlockPool:
 
     def is_shared(self, block: int) -> bool:
         """True when `block` must not be written to: other tables hold it, or it is published."""
-        return self._references[block] > 1 or self._digests[block] is not None
+        return self._names.of(block) is not None or bool(self._references[block] > 1)
 
     def copy_on_write(self, block: int) -> int:
         """A private block in place of a shared one: moves the caller's reference there. The caller copies the contents
@@ -235,13 +239,10 @@ class BlockPool:
 
     def clear(self) -> None:
         """Forgets every digest. Cached blocks become free; referenced ones stay with their sequences, unfindable."""
-        while len(self._policy):
-            self._free.append(self._policy.pop())
-        self._by_digest.clear()
-        for block in range(self.num_blocks):
-            self._policy.forget(block)
-        self._superseded.clear()
-        self._digests = [None] * self.num_blocks
+        self._free += self._policy.pop_all(len(self._policy))
+        self._names.clear()
+        self._policy.forget_all(np.arange(self.num_blocks))
+        self._superseded[:] = False
         self._events.append(AllCleared())
 
     def take_events(self) -> list[KVEvent]:
@@ -251,7 +252,7 @@ class BlockPool:
 
     def snapshot(self) -> bytes:
         """Joined digests of all blocks that can be found now."""
-        return join_digests(self._by_digest)
+        return join_digests(self._names)
 
     def check_integrity(self, held: Mapping[int, int] | None = None) -> None:
         """Raises IntegrityError unless every block is free, cached or referenced, exactly once, and each digest names one
@@ -263,35 +264,31 @@ class BlockPool:
         if len(set(cached)) != len(cached) or len(cached) != len(self._policy):
             raise IntegrityError("a block is in the eviction order twice")
         cached_set = set(cached)
-        for block in range(self.num_blocks):
-            references = self._references[block]
+        for block, references in enumerate(self._references.tolist()):
             states = (block in free) + (block in cached_set) + (references > 0)
             if states != 1 or references < 0:
                 raise IntegrityError(
                     f"block {block} must be free, cached or referenced: free={block in free}, "
                     f"cached={block in cached_set}, references={references}"
                 )
-            digest = self._digests[block]
+            digest = self._names.of(block)
             if block in free and digest is not None:
                 raise IntegrityError(f"block {block} is free but still has a digest")
             if block in cached_set and digest is None:
                 raise IntegrityError(f"block {block} is cached but has no digest")
-            if digest is not None and self._by_digest.get(digest) != block:
-                raise IntegrityError(f"block {block} cannot be found by its digest")
             if held is not None and held.get(block, 0) != references:
                 raise IntegrityError(f"block {block} has {references} references but is held {held.get(block, 0)} times")
-        if len(self._by_digest) != sum(digest is not None for digest in self._digests):
-            raise IntegrityError("a digest leads to a block that does not carry it")
-        idle = [block for block in self._superseded if self._references[block] == 0 or self._digests[block] is None]
-        if idle:
+        wrong = self._names.inconsistency()
+        if wrong is not None:
+            raise IntegrityError(wrong)
+        idle = np.flatnonzero(self._superseded & ((self._references == 0) | ~self._names.has))
+        if len(idle):
             raise IntegrityError(f"block {idle[0]} waits to be given up first, but nobody refers to it or it cannot be found")
         if free | cached_set and (max(free | cached_set) >= self.num_blocks or min(free | cached_set) < 0):
             raise IntegrityError("a block that does not exist is free or cached")
 
     def _forget(self, block: int) -> BlockHash:
-        digest = self._digests[block]
+        digest = self._names.take(block)
         if digest is None:
             raise IntegrityError(f"block {block} was evicted but has no digest")
-        self._digests[block] = None
-        del self._by_digest[digest]
         return digest

@@ -1,43 +1,51 @@
 """Eviction order: which cached block nobody uses right now is given up first.
 
-A policy only orders block ids. The pool tells it when a block becomes evictable, when it is used again, and asks for the
-next one to give up; what a block holds and who refers to it are the pool's business.
+A policy only orders block ids. The pool tells it when blocks become evictable, when they are used again, and asks for the
+next ones to give up; what a block holds and who refers to it are the pool's business. A session of 100k tokens has thousands of
+blocks, all of which come, go and are marked together: so everything is said of many blocks at once.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
 from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+BlockIds = Sequence[int] | npt.NDArray[np.intp] | npt.NDArray[np.int32]
+"""Distinct blocks, in an order that means something."""
 
 
 class EvictionPolicy(Protocol):
-    """An order over evictable blocks. Every operation is O(1), or O(log n) where an order needs it."""
+    """An order over evictable blocks. Of several blocks named at once each is taken in the order in which they are named, as
+    if they were named one by one."""
 
-    def add(self, block: int) -> None:
-        """`block` became evictable: its last user has left it and it can still be found. It is not in the order yet."""
+    def add_all(self, blocks: BlockIds) -> None:
+        """`blocks` became evictable: their last users have left them and they can still be found. None is in the order yet."""
 
-    def remove(self, block: int) -> None:
-        """`block` is in use again, or no longer worth keeping. Raises KeyError when it is not in the order."""
+    def remove_all(self, blocks: BlockIds) -> None:
+        """`blocks` are in use again, or no longer worth keeping. Raises KeyError when one is not in the order."""
 
-    def supersede(self, block: int) -> None:
-        """`block`, which is in the order, will not be asked for again: it comes before all others. Of several, the one named
-        last comes first. Raises KeyError when it is not in the order."""
+    def supersede_all(self, blocks: BlockIds) -> None:
+        """`blocks`, which are in the order, will not be asked for again: they come before all others. Of several, the one named
+        last comes first. Raises KeyError when one is not in the order."""
 
-    def mark(self, block: int, standing: int, expected: float, session: int) -> None:
-        """What `block` is worth while nobody uses it (prefix_cache.worth), whether it is in the order yet or not. `expected`:
-        when it will be used, or until when it is pinned. `session`: who says so, 0 for nobody; what two of them have marked is
-        shared. A policy may ignore it."""
+    def mark_all(self, blocks: BlockIds, standing: int, expected: float, session: int) -> None:
+        """What `blocks` are worth while nobody uses them (prefix_cache.worth), whether they are in the order yet or not.
+        `expected`: when they will be used, or until when they are pinned. `session`: who says so, 0 for nobody; what two of
+        them have marked is shared. A policy may ignore it."""
 
-    def forget(self, block: int) -> None:
-        """`block` holds something else from now on: no mark means it any more."""
+    def forget_all(self, blocks: BlockIds) -> None:
+        """`blocks` hold something else from now on: no mark means them any more."""
 
-    def pop(self) -> int:
-        """Takes out and returns the block to give up first. Raises KeyError when there is none."""
+    def pop_all(self, count: int) -> list[int]:
+        """Takes out and returns the blocks to give up first, `count` of them or as many as there are."""
 
-    def pop_below(self, expected: float) -> int | None:
-        """As `pop`, but only a block that is worth less than those of a session that is expected back at `expected`; None when
-        there is none such. A policy that knows no sessions has none."""
+    def pop_below(self, count: int, expected: float) -> list[int]:
+        """As `pop_all`, but only blocks that are worth less than those of a session that is expected back at `expected`. A
+        policy that knows no sessions has none."""
 
     def __len__(self) -> int: ...
 
@@ -45,6 +53,11 @@ class EvictionPolicy(Protocol):
 
     def __iter__(self) -> Iterator[int]:
         """The evictable blocks, the one to give up first coming first."""
+
+
+def listed(blocks: BlockIds) -> Sequence[int]:
+    """As Python integers, which dictionaries and lists are faster with."""
+    return blocks.tolist() if isinstance(blocks, np.ndarray) else blocks
 
 
 class LRUPolicy:
@@ -57,26 +70,27 @@ class LRUPolicy:
     def __init__(self) -> None:
         self._order: OrderedDict[int, None] = OrderedDict()
 
-    def add(self, block: int) -> None:
-        self._order[block] = None
+    def add_all(self, blocks: BlockIds) -> None:
+        self._order.update(dict.fromkeys(listed(blocks)))
 
-    def remove(self, block: int) -> None:
-        del self._order[block]
+    def remove_all(self, blocks: BlockIds) -> None:
+        deque(map(self._order.pop, listed(blocks)), maxlen=0)
 
-    def supersede(self, block: int) -> None:
-        self._order.move_to_end(block, last=False)
+    def supersede_all(self, blocks: BlockIds) -> None:
+        for block in listed(blocks):
+            self._order.move_to_end(block, last=False)
 
-    def mark(self, block: int, standing: int, expected: float, session: int) -> None:
+    def mark_all(self, blocks: BlockIds, standing: int, expected: float, session: int) -> None:
         """Recency is all that counts here."""
 
-    def forget(self, block: int) -> None:
+    def forget_all(self, blocks: BlockIds) -> None:
         """There are no marks."""
 
-    def pop(self) -> int:
-        return self._order.popitem(last=False)[0]
+    def pop_all(self, count: int) -> list[int]:
+        return [self._order.popitem(last=False)[0] for _ in range(min(count, len(self._order)))]
 
-    def pop_below(self, expected: float) -> int | None:
-        return None
+    def pop_below(self, count: int, expected: float) -> list[int]:
+        return []
 
     def __len__(self) -> int:
         return len(self._order)

@@ -152,6 +152,66 @@ class JoinedDigests(Sequence[BlockHash]):
         return hash(self.joined)
 
 
+class DigestChain(Sequence[BlockHash]):
+    """Digests of one sequence's blocks, back to back, which grows at the end; read as a sequence."""
+
+    __slots__ = ("_joined",)
+
+    def __init__(self, joined: bytes | bytearray = b"") -> None:
+        self._joined = bytearray(joined)
+
+    def append(self, digest: BlockHash) -> None:
+        """One more block."""
+        self._joined += digest
+
+    def copy(self) -> DigestChain:
+        """Another one that begins with the same."""
+        return DigestChain(self._joined)
+
+    def frozen(self) -> JoinedDigests:
+        """As it is now."""
+        return JoinedDigests(bytes(self._joined))
+
+    def __len__(self) -> int:
+        return len(self._joined) // DIGEST_BYTES
+
+    @overload
+    def __getitem__(self, at: int) -> BlockHash: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> JoinedDigests: ...
+
+    def __getitem__(self, at: int | slice) -> BlockHash | JoinedDigests:
+        count = len(self)
+        if isinstance(at, slice):
+            start, stop, step = at.indices(count)
+            if step != 1:
+                return self.frozen()[at]
+            return JoinedDigests(bytes(memoryview(self._joined)[start * DIGEST_BYTES : max(start, stop) * DIGEST_BYTES]))
+        if at < 0:
+            at += count
+        if not 0 <= at < count:
+            raise IndexError(f"there are {count} digests, not one at {at}")
+        return bytes(self._joined[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES])
+
+    def __iter__(self) -> Iterator[BlockHash]:
+        return iter(split_digests(bytes(self._joined)))
+
+    def __eq__(self, other: object) -> bool:
+        return self._joined == other._joined if isinstance(other, DigestChain) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # it changes
+
+
+def as_joined(digests: Sequence[BlockHash]) -> JoinedDigests:
+    """The same digests back to back."""
+    if isinstance(digests, JoinedDigests):
+        return digests
+    if isinstance(digests, DigestChain):
+        return digests.frozen()
+    return JoinedDigests(b"".join(digests))
+
+
 def join_digests(digests: Iterable[BlockHash]) -> bytes:
     """Digests back to back, the form in which events carry them."""
     return b"".join(digests)

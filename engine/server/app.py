@@ -26,6 +26,8 @@ from gateway.workers.protocol import (
     AbortReply,
     AbortRequest,
     Chunk,
+    Done,
+    Failed,
     GenerateRequest,
     RetainReply,
     RetainRequest,
@@ -34,7 +36,7 @@ from gateway.workers.protocol import (
 )
 from prefix_cache.event_log import Subscription
 from prefix_cache.events import KVMessage
-from prefix_cache.hashing import DIGEST_BYTES, split_digests
+from prefix_cache.hashing import DIGEST_BYTES, JoinedDigests
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +128,7 @@ class ReplicaApp:
         if len(joined) % DIGEST_BYTES:
             message = f"digests take {DIGEST_BYTES} bytes each; {len(joined)} bytes are no whole number of them."
             raise RequestRefused("invalid_request", message, "digests")
-        return json_reply(SupersedeReply(await engine.supersede(split_digests(joined))))
+        return json_reply(SupersedeReply(await engine.supersede(JoinedDigests(joined))))
 
     async def _retain(self, request: web.Request) -> web.StreamResponse:
         engine = self._ready_engine()
@@ -174,7 +176,7 @@ class ReplicaApp:
                 return response
             async with _streaming(request, response, self._config.write_timeout):
                 while chunks := await stream.read():
-                    await self._write(request, response, chunks)
+                    await self._write(request, response, chunks, last=isinstance(chunks[-1], Done | Failed))
             return response
         finally:
             # Wherever this ends early (the client left, it reads nothing, the server stops), the engine drops the request.
@@ -229,14 +231,17 @@ class ReplicaApp:
             else:
                 silent = not await _woken(wake, self._config.heartbeat)
 
-    async def _write(self, request: web.Request, response: web.StreamResponse, values: Sequence[Chunk | KVMessage]) -> None:
-        """One line a value, in one piece. A reader that takes nothing for too long is disconnected."""
+    async def _write(
+        self, request: web.Request, response: web.StreamResponse, values: Sequence[Chunk | KVMessage], *, last: bool = False
+    ) -> None:
+        """One line a value, in one piece, and with the last ones the end of the answer: a gateway that waits for it cannot use
+        the connection again. A reader that takes nothing for too long is disconnected."""
         lines = bytearray()
         for value in values:
             self._encoder.encode_into(value, lines, -1)
             lines += b"\n"
         async with _time_to_take(request, self._config.write_timeout):
-            await response.write(bytes(lines))
+            await (response.write_eof(bytes(lines)) if last else response.write(bytes(lines)))
 
 
 @contextlib.asynccontextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping
 
 from gateway.workers.protocol import Chunk, Done, Failed, Finished, GenerateRequest, Started, TokenLogprob, Tokens
@@ -93,6 +94,9 @@ class RequestStream:
         self.closed = False
         self._buffer = ChunkBuffer()
         self._readable = asyncio.Event()
+        self._gather = request.gather
+        self._over = asyncio.Event()
+        self._first_read = False
         self._exhausted = False
         self._unread: list[Chunk] = []
         self._on_close = on_close
@@ -118,6 +122,7 @@ class RequestStream:
             self.finished[chunk.index] = chunk
         else:
             self.end = chunk
+            self._over.set()
         self._buffer.push(chunk)
         self._readable.set()
 
@@ -142,15 +147,30 @@ class RequestStream:
         )
 
     async def read(self) -> list[Chunk]:
-        """All chunks that wait, or the next ones. Empty when the last one was read before, or the stream was closed."""
+        """All chunks that wait, or the next ones. Empty when the last one was read before, or the stream was closed.
+
+        What comes after the first token waits for more where the request allows it, up to the end of the answer.
+        """
         while not self._buffer:
             if self._exhausted or self.closed:
                 return []
             self._readable.clear()
             await self._readable.wait()
+        if self._gather and not self._over.is_set():
+            if self._first_read:
+                await self._wait(self._over)
+            elif self.first_token_at is None:
+                self._readable.clear()
+                await self._wait(self._readable)
+        self._first_read = self.first_token_at is not None
         chunks = self._buffer.take()
         self._exhausted = self.ended
         return chunks
+
+    async def _wait(self, event: asyncio.Event) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._gather):
+                await event.wait()
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -167,4 +187,5 @@ class RequestStream:
         if not self.closed:
             self.closed = True
             self._readable.set()
+            self._over.set()
             self._on_close(self)

@@ -70,8 +70,8 @@ class Scheduler:
         """Starts another choice of a request whose prompt has just been computed: it shares the prompt's blocks. Where no
         more sequences may run it waits instead, and will find the full blocks in the cache."""
         if len(self.running) < self._config.max_num_seqs:
-            self.pool.touch(sequence.table)
-            child.table = list(sequence.table)
+            self.pool.touch(sequence.table.array)
+            child.table.extend(sequence.table.array)
             child.computed = sequence.computed
             child.published = sequence.published
             bisect.insort(self.running, child, key=_sort_key)
@@ -115,8 +115,8 @@ class Scheduler:
         full = sequence.computed // self._config.block_size
         first = sequence.published
         if full > first and self._config.prefix_caching:
-            held = self.pool.publish(sequence.table[first:full], sequence.digests[first:full], sequence.parent(first))
-            sequence.table[first:full] = held
+            held = self.pool.publish(sequence.table.part(first, full), sequence.digests[first:full], sequence.parent(first))
+            sequence.table.replace(first, held)
             sequence.published = full
             if self._tiers is not None:
                 self._tiers.store(sequence.digests[first:full], first, sequence.request.prepared.session)
@@ -127,10 +127,9 @@ class Scheduler:
             self.loading.remove(load)
             sequence, first = load.sequence, load.first
             upto = first + (0 if self._tiers is None else self._tiers.end(load))
-            self.pool.free(sequence.table[upto:])
-            del sequence.table[upto:]
-            held = self.pool.publish(sequence.table[first:upto], sequence.digests[first:upto], sequence.parent(first))
-            sequence.table[first:upto] = held
+            self.pool.free(sequence.table.cut(upto))
+            held = self.pool.publish(sequence.table.part(first), sequence.digests[first:upto], sequence.parent(first))
+            sequence.table.replace(first, held)
             sequence.published = upto
             sequence.computed = upto * self._config.block_size
             bisect.insort(self.running, sequence, key=_sort_key)
@@ -139,7 +138,7 @@ class Scheduler:
         """Block -> in how many tables it is, for the integrity check."""
         counts: dict[int, int] = {}
         for sequence in (*self.running, *(load.sequence for load in self.loading)):
-            for block in sequence.table:
+            for block in sequence.table.part(0):
                 counts[block] = counts.get(block, 0) + 1
         return counts
 
@@ -150,18 +149,18 @@ class Scheduler:
             sequence = self.waiting[0]
             total = len(sequence)
             reusable = (total - 1) // self._config.block_size  # the last token is computed in any case: it gives the next one
-            found = self.pool.lookup(sequence.digests[:reusable]) if self._config.prefix_caching else []
+            found = self.pool.find(sequence.digests[:reusable] if self._config.prefix_caching else ())
             needed = self._blocks(total) - len(found)
             if needed + owed > self.pool.num_available - self.pool.unreferenced(found):
                 return
             del self.waiting[0]
             self.pool.touch(found)
-            sequence.table = found
+            sequence.table.extend(found)
             sequence.published = len(found)
             sequence.computed = len(found) * self._config.block_size
             loads = 0 if self._tiers is None else self._tiers.plan(sequence, len(found), reusable)
             if loads and self._tiers is not None:
-                sequence.table = [*found, *self.pool.allocate(loads)]
+                sequence.table.extend(self.pool.allocate(loads))
                 self.loading.append(self._tiers.begin(sequence, len(found), loads))
                 owed += self._blocks(total) - len(sequence.table)
                 continue
@@ -180,9 +179,9 @@ class Scheduler:
         if missing + copies > self.pool.num_available:
             return False
         if copies:
-            sequence.table[first] = self.pool.copy_on_write(sequence.table[first])
+            sequence.table.replace(first, (self.pool.copy_on_write(sequence.table[first]),))
         if missing > 0:
-            sequence.table += self.pool.allocate(missing)
+            sequence.table.extend(self.pool.allocate(missing))
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -193,8 +192,7 @@ class Scheduler:
         self.enqueue(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        self.pool.free(sequence.table)
-        sequence.table = []
+        self.pool.free(sequence.table.take())
         sequence.computed = 0
         sequence.published = 0
 

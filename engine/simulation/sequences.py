@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass, field
 
+from engine.block_table import BlockTable
 from engine.core import RequestRefused
 from engine.resuming import resumed_tokens
 from engine.sampling import params
@@ -13,7 +14,16 @@ from engine.session_numbers import session_number
 from engine.simulation.config import SimulationConfig
 from gateway.workers.protocol import GenerateRequest, SamplingParams
 from grammar.detokenizer import Detokenizer
-from prefix_cache.hashing import TOKEN_BYTES, block_digests, chain_digest, pack_tokens, root_digest, unpack_tokens
+from prefix_cache.hashing import (
+    TOKEN_BYTES,
+    DigestChain,
+    JoinedDigests,
+    chain_digest,
+    joined_block_digests,
+    pack_tokens,
+    root_digest,
+    unpack_tokens,
+)
 
 _TOKEN = struct.Struct("<I")
 
@@ -27,7 +37,7 @@ class Prepared:
     priority: int
     packed: bytes
     root: bytes
-    digests: tuple[bytes, ...]
+    digests: JoinedDigests
     max_total: int
     session: int = 0
     resumed: tuple[tuple[bool, tuple[int, ...]], ...] = ()
@@ -67,7 +77,7 @@ def prepare(request: GenerateRequest, config: SimulationConfig, namespace: bytes
         priority=request.priority if config.scheduling == "priority" else 0,
         packed=packed,
         root=root,
-        digests=tuple(block_digests(packed, root, config.block_size)),
+        digests=JoinedDigests(joined_block_digests(packed, root, config.block_size)),
         max_total=_max_total(prompt, sampling.max_tokens, config),
         session=session_number(request.tenant, request.session),
         resumed=tuple((choice.finished, tuple(ids)) for choice, ids in zip(request.resume, resumed, strict=True)),
@@ -143,8 +153,8 @@ class Sequence:
         self.index = index
         self.sort_key = (prepared.priority, request.order, index)
         self.packed = bytearray(prepared.packed)
-        self.digests = list(prepared.digests)
-        self.table: list[int] = []
+        self.digests = DigestChain(prepared.digests.joined)
+        self.table = BlockTable()
         self.computed = 0
         self.published = 0
         self.alive = True

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from engine.session_door import common_blocks
 from engine.session_numbers import session_number
 from engine.simulation.clock import Clock
 from engine.simulation.tiers import SimulatedTiers
 from gateway.workers.protocol import RetentionHint
 from prefix_cache.block_pool import BlockPool
-from prefix_cache.hashing import BlockHash
+from prefix_cache.hashing import BlockHash, JoinedDigests
 from prefix_cache.worth import IDLE, PINNED, SUPERSEDED, WAITING
 
 _MAX_SESSIONS = 20_000
@@ -25,22 +26,19 @@ class SimulatedSessions:
         self._pool = pool
         self._tiers = tiers
         self._clock = clock
-        self._sessions: OrderedDict[int, tuple[BlockHash, ...]] = OrderedDict()
+        self._sessions: OrderedDict[int, JoinedDigests] = OrderedDict()
 
     def began(self, session: int, digests: Sequence[BlockHash], held: int) -> None:
         """A turn has begun; the first `held` of its blocks were not computed."""
-        common = 0
-        for before, now in zip(self._sessions.get(session, ()), digests, strict=False):
-            if before != now:
-                break
-            common += 1
-        self.lost_blocks += max(0, common - held)
+        before = self._sessions.get(session)
+        if before is not None:
+            self.lost_blocks += max(0, common_blocks(before, digests) - held)
 
-    def ended(self, session: int, digests: Sequence[BlockHash]) -> None:
+    def ended(self, session: int, digests: JoinedDigests) -> None:
         """A turn has ended, with these blocks."""
         if session:
             self._sessions.pop(session, None)
-            self._sessions[session] = tuple(digests)
+            self._sessions[session] = digests
             if len(self._sessions) > _MAX_SESSIONS:
                 self._sessions.popitem(last=False)
         self._mark(digests, IDLE, 0.0, session)

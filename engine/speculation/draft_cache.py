@@ -38,7 +38,7 @@ class DraftCache:
             held = self._held[id(sequence)] = Held(sequence)
             # The last known token is computed in any case: guesses follow from it.
             count = min(len(sequence.digests), (sequence.num_tokens - 1) // self.pool.block_size)
-            found = self.pool.lookup(sequence.digests[:count])
+            found = self.pool.find(sequence.digests[:count])
             self.pool.touch(found)
             held.table.extend(found)
             held.published = len(found)
@@ -72,7 +72,7 @@ class DraftCache:
             return
         start = held.published
         parent = sequence.digests[start - 1] if start else sequence.request.root
-        own = held.table.blocks[start:full]
+        own = held.table.part(start, full)
         held.table.replace(start, self.pool.publish(own, sequence.digests[start:full], parent))
         held.published = full
 
@@ -86,4 +86,4 @@ class DraftCache:
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless the pool's references are exactly those of the sequences."""
-        self.pool.check_integrity(Counter(block for held in self._held.values() for block in held.table.blocks))
+        self.pool.check_integrity(Counter(block for held in self._held.values() for block in held.table.part(0)))

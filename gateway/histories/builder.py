@@ -3,7 +3,7 @@
 Two ways lead to the same prompt. The *tail* way renders only the new messages, behind a skeleton of the old ones, where
 stability.py says that this is right. The *whole* way renders everything, and compares the text with the ledger span by span;
 it is right for any template and any edit, and costs what rendering costs. Every `check_every`th turn that could go the
-first way goes the second, to find out whether both agree.
+first way goes the second, to find out whether both agree; as long as they do, fewer and fewer of them.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 _MAX_GROUP = 8
 _MAX_TAIL = 4096
 _MAX_PENDING = 8
+_RAREST_CHECK = 16
 
 
 class PromptTooLongError(Exception):
@@ -68,6 +69,8 @@ class HistoryBuilder:
         self._restore = restore_reasoning
         self._check_every = check_every
         self._tail_turns = itertools.count(1)
+        self._next_check = 1
+        self._check_gap = check_every
         self.cutter = Cutter(model.tokenizer)
         self.stability = Stability(model.renderer)
         self.outlines = Outlines(model.renderer, STAND_IN)
@@ -155,7 +158,17 @@ class HistoryBuilder:
 
     def is_check(self) -> bool:
         """Whether this turn, which could be rendered in part, is rendered whole to see that both agree."""
-        return self._check_every > 0 and next(self._tail_turns) % self._check_every == 1 % self._check_every
+        if not self._check_every:
+            return False
+        turn = next(self._tail_turns)
+        if turn < self._next_check:
+            return False
+        self._next_check = turn + self._check_gap
+        return True
+
+    def agreed(self) -> None:
+        """A check found nothing. The next is farther away: it costs as much as the whole history, and holds others up."""
+        self._check_gap = min(2 * self._check_gap, _RAREST_CHECK * self._check_every)
 
 
 class _Work:
@@ -262,7 +275,11 @@ class _Work:
             spans, characters = self._walk(old, whole, match.messages)
             if spans:
                 base, text = old, whole[characters:]
-        if tail is not None and old is not None and (spans != old.num_spans or text != tail):
+        if tail is None or old is None:
+            pass
+        elif spans == old.num_spans and text == tail:
+            self._builder.agreed()
+        else:
             self._builder.stability.distrust()
             self._fallbacks.append("template_distrusted")
             log.warning(

@@ -23,11 +23,13 @@ This is the only file of `gateway` that `engine` may see.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 PROTOCOL_VERSION = 1
+
+MAX_GATHER_SECONDS = 1.0
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -83,6 +85,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     `grammar` is the source of a structural tag (JSON text), never a compiled grammar. `priority`: lower goes first.
     `prefix`: what comes before packed_token_ids, for a worker whose capabilities say `prompt_prefixes`.
+    `gather`: seconds for which tokens after the first may be kept back, to come together; whoever delivers the answer whole is
+    woken up less often. For a worker whose capabilities say so.
     `session` is opaque: the replica uses it in logs and spans, and, within `tenant`, to know who is back (RetentionHint).
     Trace context travels in the traceparent header. `model`: one of the worker's `adapters`; None: its model.
 
@@ -103,6 +107,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     cache_salt: str | None = None
     model: str | None = None
     resume: tuple[ResumedChoice, ...] = ()
+    gather: Annotated[float, msgspec.Meta(ge=0.0, le=MAX_GATHER_SECONDS)] = 0.0
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -269,6 +274,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     supersede: bool = False
     prompt_prefixes: bool = False
     resume: bool = False
+    gather: bool = False
 
 
 class StartupSeconds(msgspec.Struct, frozen=True):

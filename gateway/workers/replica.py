@@ -66,6 +66,7 @@ class ReplicaClient:
         self._url = url
         self._reply_timeout = reply_timeout
         self._takes_prefixes = False
+        self._gathers = False
         self._sent = SentPrompts()
         patience = Patience(connect_timeout, reply_timeout, accept_timeout)
         self._http = WorkerTransport(url, patience, tls=tls)
@@ -78,6 +79,7 @@ class ReplicaClient:
     async def info(self) -> WorkerInfo:
         info = await self._get("/v1/info", WorkerInfo)
         self._takes_prefixes = info.capabilities.prompt_prefixes
+        self._gathers = info.capabilities.gather
         return info
 
     async def stats(self) -> WorkerStats:
@@ -105,15 +107,19 @@ class ReplicaClient:
             return (await _decode(response, RetainReply)).waiting
 
     async def generate(self, request: GenerateRequest, headers: Mapping[str, str]) -> ChunkStream:
+        if request.gather and not self._gathers:
+            request = msgspec.structs.replace(request, gather=0.0)
         short = self._sent.shortened(request) if self._takes_prefixes else request
         try:
             stream = await self._generate(short, headers)
         except WorkerRefusedError as error:
-            # Forgotten; or a replica that knows of no prefixes has taken the place of one that did.
-            if short is request or error.detail.code not in ("unknown_prefix", "invalid_request", "malformed_body"):
+            # Forgotten; or a replica that knows of neither has taken the place of one that did.
+            plain = msgspec.structs.replace(request, gather=0.0)
+            newer = short is not request or "`gather`" in error.detail.message
+            if not newer or error.detail.code not in ("unknown_prefix", "invalid_request", "malformed_body"):
                 raise
             self._sent.forgotten(request)
-            stream = await self._generate(request, headers)
+            stream = await self._generate(plain, headers)
         if self._takes_prefixes:
             self._sent.accepted(request)
         return stream

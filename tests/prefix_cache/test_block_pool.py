@@ -190,9 +190,12 @@ def test_clear_forgets_everything_and_keeps_what_is_referenced():
         (lambda pool: pool._free.append(pool._free[0]), "free list twice"),
         (lambda pool: pool._free.pop(), "must be free, cached or referenced"),
         (lambda pool: pool._references.__setitem__(pool._free[0], 1), "must be free, cached or referenced"),
-        (lambda pool: pool._digests.__setitem__(pool._free[0], b"x" * 16), "free but still has a digest"),
-        (lambda pool: pool._by_digest.__setitem__(b"y" * 16, 0), "does not carry it"),
-        (lambda pool: pool._policy.pop(), "must be free, cached or referenced"),
+        (lambda pool: pool._names._digests.__setitem__(pool._free[0], b"x" * 16), "free but still has a digest"),
+        (lambda pool: pool._names._blocks.__setitem__(b"y" * 16, 0), "does not carry it"),
+        (lambda pool: pool._names.has.__setitem__(0, False), "block 0 carries=False a digest"),
+        (lambda pool: pool._names._high.__setitem__(1, 7), "block 1 has another digest in the arrays"),
+        (lambda pool: pool._superseded.__setitem__(0, True), "block 0 waits to be given up first"),
+        (lambda pool: pool._policy.pop_all(1), "must be free, cached or referenced"),
     ],
 )
 def test_integrity_check_finds_damaged_books(damage, message):

@@ -11,6 +11,7 @@ from prefix_cache.events import AllCleared, BlocksRemoved, BlocksStored
 from prefix_cache.expected_use import ExpectedUsePolicy
 from prefix_cache.hashing import chain_digest, pack_tokens, split_digests
 from prefix_cache.worth import WAITING
+from tests.prefix_cache.naive_order import CheckedPolicy, NaiveOrder
 
 ROOT = b"\x00" * 16
 NUM_BLOCKS = 7
@@ -162,7 +163,9 @@ class MarkedPoolMachine(PoolMachine):
     def __init__(self):
         super().__init__()
         self.now = 0.0
-        self.pool = BlockPool(NUM_BLOCKS, 2, ExpectedUsePolicy(lambda: self.now))
+        self.naive = NaiveOrder(lambda: self.now)
+        policy = CheckedPolicy(ExpectedUsePolicy(lambda: self.now), self.naive)
+        self.pool = BlockPool(NUM_BLOCKS, 2, policy)
 
     @rule(standing=st.integers(0, 4), away=st.integers(0, 9), session=st.integers(0, 2), data=st.data())
     def mark(self, standing, away, session, data):
@@ -174,16 +177,17 @@ class MarkedPoolMachine(PoolMachine):
     def take_spare(self, count, away):
         """What is taken for a prefetch: nothing that anybody holds, and nothing that is worth more."""
         free = self.pool.num_free
-        order = list(self.pool._policy)
-        standings = {block: (self.pool._policy._marks.get(block), self.pool._policy._standing[block]) for block in order}
+        order = list(self.pool._policy)  # whoever's time is over counts as idle from here on
+        worth = dict(self.naive.order)
         blocks = self.pool.allocate_spare(count, self.now + away)
         assert len(blocks) <= count
+        assert blocks[free:] == order[: max(0, len(blocks) - free)]
         assert len(blocks) >= min(count, free)
         for block in blocks:
             assert self.held()[block] == 0
-            if block in standings:
-                mark, standing = standings[block]
-                assert standing < WAITING or (standing == WAITING and mark.expected > self.now + away)
+            if block in worth:
+                standing, later, _ = worth[block]
+                assert standing < WAITING or (standing == WAITING and -later > self.now + away)
             self.content[block] = None
         sequence = Sequence()
         # Each its own holder, as a table may have only one block that is not published.

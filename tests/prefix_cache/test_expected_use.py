@@ -1,138 +1,139 @@
-"""The order in which a device gives blocks up, against a list that is sorted anew each time."""
+"""The order in which a device gives blocks up, against a list that is sorted anew each time (naive_order)."""
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
 from prefix_cache.block_pool import BlockPool
+from prefix_cache.eviction import LRUPolicy
 from prefix_cache.expected_use import ExpectedUsePolicy
 from prefix_cache.hashing import chain_digest
-from prefix_cache.worth import IDLE, PINNED, SHARED, SUPERSEDED, WAITING
+from prefix_cache.worth import IDLE, PINNED, SUPERSEDED, WAITING
+from tests.prefix_cache.naive_order import CheckedPolicy, NaiveOrder
 
 BLOCKS = 8
 
 
-class Naive:
-    """What each block is worth, in full."""
-
-    def __init__(self, clock):
-        self.clock = clock
-        self.order = {}  # block -> sort key
-        self.marks = {}
-        self.sessions = {}
-        self.shared = set()
-        self.turn = 0
-
-    def key(self, block):
-        standing, expected, _until = self.marks.get(block, (IDLE, 0.0, 0.0))
-        return (standing, -expected if standing == WAITING else 0.0, self.turn)
-
-    def add(self, block):
-        self.turn += 1
-        self.order[block] = self.key(block)
-
-    def remove(self, block):
-        del self.order[block]
-        self.marks.pop(block, None)
-
-    def supersede(self, block):
-        self.turn += 1
-        self.marks.pop(block, None)
-        self.order[block] = (SUPERSEDED, 0.0, -self.turn)
-
-    def mark(self, block, standing, expected, session):
-        if session:
-            if self.sessions.setdefault(block, session) != session:
-                self.shared.add(block)
-            self.sessions[block] = session
-        if block in self.shared and standing != PINNED:
-            standing = SHARED
-        grace = max(expected - self.clock(), 1.0) if standing == WAITING else 0.0
-        self.marks[block] = (standing, expected, expected + grace)
-        if block in self.order:
-            self.add(block)
-
-    def expire(self):
-        over = [
-            (self.marks[block][2], key[2], block)
-            for block, key in self.order.items()
-            if key[0] in (WAITING, PINNED) and self.marks[block][2] < self.clock()
-        ]
-        for _, _, block in sorted(over):
-            self.turn += 1
-            del self.marks[block]
-            self.order[block] = (IDLE, 0.0, -self.turn)
-
-    def sequence(self):
-        self.expire()
-        return sorted(self.order, key=self.order.get)
-
-    def pop(self):
-        block = self.sequence()[0]
-        del self.order[block]
-        self.forget(block)
-        return block
-
-    def pop_below(self, expected):
-        order = self.sequence()
-        if not order:
-            return None
-        standing, later, _ = self.order[order[0]]
-        worth_less = standing < WAITING or (standing == WAITING and -later > expected)
-        return self.pop() if worth_less else None
-
-    def forget(self, block):
-        self.marks.pop(block, None)
-        self.sessions.pop(block, None)
-        self.shared.discard(block)
-
-
+some = st.lists(st.integers(0, BLOCKS - 1), unique=True, max_size=BLOCKS)
 actions = st.tuples(
-    st.sampled_from(["toggle", "toggle", "mark", "mark", "mark", "supersede", "pop", "pop below", "wait"]),
-    st.integers(0, BLOCKS - 1),
+    st.sampled_from(["add", "add", "remove", "mark", "mark", "mark", "supersede", "pop", "pop below", "wait", "forget"]),
+    some,
     st.sampled_from([SUPERSEDED, IDLE, WAITING, WAITING, PINNED]),
     st.integers(0, 40),
     st.integers(0, 2),
 )
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.lists(actions, max_size=80))
+@settings(max_examples=400, deadline=None)
+@given(st.lists(actions, max_size=60))
 def test_it_is_the_sorted_order(history):
     now = [100.0]
-    policy, naive = ExpectedUsePolicy(lambda: now[0]), Naive(lambda: now[0])
-    for what, block, standing, away, session in history:
-        if what == "toggle":
-            known = block in naive.order
-            for order in (policy, naive):
-                (order.remove if known else order.add)(block)
+    naive = NaiveOrder(lambda: now[0])
+    policy = CheckedPolicy(ExpectedUsePolicy(lambda: now[0]), naive)
+    for what, blocks, standing, away, session in history:
+        there = [block for block in blocks if block in naive]
+        if what == "add":
+            policy.add_all([block for block in blocks if block not in naive])
+        elif what == "remove":
+            policy.remove_all(there)
         elif what == "mark":
-            for order in (policy, naive):
-                order.mark(block, standing, now[0] + away, session)
-        elif what == "supersede" and block in naive.order:
-            policy.supersede(block)
-            naive.supersede(block)
-        elif what == "pop" and naive.order:
-            assert policy.pop() == naive.pop()
+            policy.mark_all(blocks, standing, now[0] + away, session)
+        elif what == "supersede":
+            policy.supersede_all(there)
+        elif what == "pop":
+            policy.pop_all(len(blocks) // 2)
         elif what == "pop below":
-            expected = naive.pop_below(now[0] + away)
-            assert policy.pop_below(now[0] + away) == expected
+            policy.pop_below(len(blocks), now[0] + away)
         elif what == "wait":
             now[0] += away
-        assert list(policy) == naive.sequence()
-        assert len(policy) == len(naive.order)
-        assert [number in policy for number in range(BLOCKS)] == [number in naive.order for number in range(BLOCKS)]
+        elif what == "forget":
+            policy.forget_all([block for block in blocks if block not in naive])
+        assert len(policy) == len(list(policy))
+        assert [block in policy for block in range(BLOCKS + 1)] == [block in naive for block in range(BLOCKS + 1)]
 
 
-def test_without_marks_it_is_least_recently_used():
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(0, 9), st.integers(1, 400)), max_size=60))
+def test_sessions_that_share_what_they_begin_with(turns):
+    """Long sessions over one system prompt: they end turns, wait, come back and lose blocks."""
+    now = [0.0]
+    policy = CheckedPolicy(ExpectedUsePolicy(lambda: now[0]), NaiveOrder(lambda: now[0]))
+    own = {session: [*range(40), *range(100 * session, 100 * session + 60)] for session in range(1, 5)}
+    for number, what, away, count in turns:
+        session = number + 1
+        blocks = own[session][::-1]
+        now[0] += away / 3
+        if what == 0:
+            policy.remove_all([block for block in blocks if block in policy])
+            policy.add_all(blocks)
+            policy.mark_all(blocks, IDLE, 0.0, session)
+            policy.mark_all(blocks, WAITING, now[0] + away, session)
+        elif what == 1:
+            policy.mark_all(blocks[: count % 100], WAITING, now[0] + away, session)
+        else:
+            gone = policy.pop_below(count // 4, now[0] + away)
+            assert len(gone) <= count // 4
+        list(policy)
+
+
+def test_entries_that_stand_for_nothing_any_more_are_dropped():
+    now = [0.0]
+    policy = ExpectedUsePolicy(lambda: now[0])
+    blocks = list(range(500))
+    policy.add_all(blocks)
+    for turn in range(1000):
+        policy.mark_all(blocks, WAITING, turn + 1e6, session=1)
+        policy.mark_all(blocks[: turn % 7], PINNED, turn + 1e6, session=1)
+    runs = [*policy._in_order(), *(run for _, _, run in policy._ends)]
+    assert sum(len(run.blocks) for run in runs) < 10 * len(blocks)
+    assert len(runs) < 100
+    assert sorted(policy) == blocks
+
+
+def test_single_blocks_that_stand_together_become_one_run():
     policy = ExpectedUsePolicy()
-    for block in (3, 1, 2):
-        policy.add(block)
-    policy.remove(3)
-    policy.add(3)
-    assert [policy.pop(), policy.pop(), policy.pop()] == [1, 2, 3]
+    for block in range(5000):
+        policy.add_all([block])
+    assert len(list(policy._in_order())) < 2500
+    assert list(policy) == list(range(5000))
+
+
+def test_a_session_whose_time_is_over_still_loses_its_tail_first():
+    now = [0.0]
+    policy = ExpectedUsePolicy(lambda: now[0])
+    policy.add_all([9])
+    policy.add_all([3, 2, 1])
+    policy.mark_all([3, 2, 1], WAITING, 5.0, session=1)
+    assert list(policy) == [9, 3, 2, 1]
+    now[0] = 11.0
+    assert list(policy) == [3, 2, 1, 9]
+
+
+def test_a_block_that_is_not_there_cannot_be_taken_out():
+    policy = ExpectedUsePolicy()
+    policy.add_all([1, 2])
     with pytest.raises(KeyError):
-        policy.pop()
+        policy.remove_all([1, 3])
+    with pytest.raises(KeyError):
+        policy.supersede_all([5000])
+    assert list(policy) == [1, 2]
+
+
+@pytest.mark.parametrize("make", [LRUPolicy, ExpectedUsePolicy])
+def test_without_marks_it_is_least_recently_used(make):
+    policy = make()
+    policy.add_all([3, 1])
+    policy.add_all([2])
+    policy.remove_all([3])
+    policy.add_all([3, 4])
+    policy.supersede_all([2, 4])
+    with pytest.raises(KeyError):
+        policy.remove_all([7])
+    assert 4 in policy
+    assert list(policy) == [4, 2, 1, 3]
+    assert policy.pop_all(1) == [4]
+    assert policy.pop_all(9) == [2, 1, 3]
+    assert policy.pop_all(1) == []
 
 
 def test_a_pool_keeps_the_session_that_is_back_first_and_what_all_begin_with():

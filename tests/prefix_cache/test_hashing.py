@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 
 from prefix_cache.hashing import (
     DIGEST_BYTES,
+    DigestChain,
+    JoinedDigests,
+    as_joined,
     block_digests,
     chain_digest,
     join_digests,
@@ -108,3 +111,30 @@ def test_digests_are_the_same_in_another_process_with_another_hash_seed():
 def test_a_digest_is_plain_xxh3_over_parent_and_little_endian_ids():
     expected = xxhash.xxh3_128_digest(NAMESPACE + b"\x01\x00\x00\x00\x02\x00\x00\x00")
     assert block_digests([1, 2], NAMESPACE, 2) == [expected]
+
+
+def test_a_chain_grows_and_reads_as_a_sequence():
+    digests = [bytes([number] * 16) for number in range(5)]
+    chain = DigestChain()
+    before = chain.frozen()
+    for digest in digests:
+        chain.append(digest)
+    assert len(before) == 0
+    assert list(chain) == digests
+    assert [chain[0], chain[4], chain[-1]] == [digests[0], digests[4], digests[4]]
+    assert isinstance(chain[1:3], JoinedDigests)
+    assert [list(chain[1:3]), list(chain[3:]), list(chain[9:]), list(chain[::2])] == [
+        digests[1:3],
+        digests[3:],
+        [],
+        digests[::2],
+    ]
+    other = chain.copy()
+    assert other == chain
+    other.append(bytes(16))
+    assert (len(chain), len(other)) == (5, 6)
+    assert other != chain
+    assert as_joined(chain) == as_joined(digests) == JoinedDigests(b"".join(digests))
+    for outside in (5, -6):
+        with pytest.raises(IndexError, match="there are 5 digests"):
+            chain[outside]

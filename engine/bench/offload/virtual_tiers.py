@@ -42,7 +42,7 @@ class VirtualTier:
         self._max_blocks = max_blocks
         self._digests: dict[int, BlockHash] = {}
         self._order = ExpectedUsePolicy(clock)
-        self._next = 0
+        self._spare: list[int] = []  # numbers that nothing has any more: the order wants small ones
 
     def prefix(self, digests: Sequence[BlockHash]) -> int:
         for at, digest in enumerate(digests):
@@ -58,21 +58,21 @@ class VirtualTier:
 
     def touch(self, digests: Sequence[BlockHash]) -> None:
         """These were used, so they are the last to go of their kind; the end of a sequence before its beginning."""
-        for digest in reversed(digests):
-            number = self.has.get(digest)
-            if number is not None:
-                self._order.remove(number)
-                self._order.add(number)
+        numbers = [self.has[digest] for digest in reversed(digests) if digest in self.has]
+        self._order.remove_all(numbers)
+        self._order.add_all(numbers)
 
     def store(self, blocks: Sequence[Outgoing]) -> list[BlockHash]:
         for block in blocks:
             if block.digest in self.has or not self._max_blocks:
                 continue
             if len(self.has) >= self._max_blocks:
-                del self.has[self._digests.pop(self._order.pop())]
-            self.has[block.digest], self._digests[self._next] = self._next, block.digest
-            self._order.add(self._next)
-            self._next += 1
+                (worst,) = self._order.pop_all(1)
+                del self.has[self._digests.pop(worst)]
+                self._spare.append(worst)
+            number = self._spare.pop() if self._spare else len(self.has)
+            self.has[block.digest], self._digests[number] = number, block.digest
+            self._order.add_all([number])
         return [block.digest for block in blocks if block.digest in self.has]
 
     def evict(self, digests: Iterable[BlockHash]) -> int:
@@ -80,14 +80,14 @@ class VirtualTier:
         for digest in gone:
             number = self.has.pop(digest)
             del self._digests[number]
-            self._order.remove(number)
-            self._order.forget(number)
+            self._order.remove_all([number])
+            self._order.forget_all([number])
+            self._spare.append(number)
         return len(gone)
 
     def mark(self, digests: Sequence[BlockHash], standing: int, *, expected: float = 0.0, session: int = 0) -> int:
         found = [self.has[digest] for digest in reversed(digests) if digest in self.has]
-        for number in found:
-            self._order.mark(number, standing, expected, session)
+        self._order.mark_all(found, standing, expected, session)
         return len(found)
 
     def figures(self) -> TierFigures:

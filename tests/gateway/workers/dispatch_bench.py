@@ -34,7 +34,7 @@ class Bench:
     def view(self, name):
         return next(view for view in self.dispatcher.workers() if view.name == name)
 
-    async def send(self, request_id="r", tokens=range(40), session="s", model="m", known_as=None, **kwargs):
+    async def send(self, request_id="r", tokens=range(40), session="s", model="m", known_as=None, whole=False, **kwargs):
         prompt = Prompt(pack_tokens(tokens), tuple(block_digests(list(tokens), ROOT, 4)))
         return await self.dispatcher.dispatch(
             request_id=request_id,
@@ -45,6 +45,7 @@ class Bench:
             priority=0,
             trace_headers={"traceparent": "tp"},
             known_as=known_as,
+            whole=whole,
         )
 
     def books_are_empty(self):

@@ -85,6 +85,7 @@ class FakeReplica:
     superseded: list = field(default_factory=list)
     can_supersede: bool = True
     can_resume: bool = False
+    can_gather: bool = False
     draining: bool = False
     blocks: dict = field(default_factory=dict)
     event_subscribers: int = 0
@@ -141,7 +142,7 @@ class FakeReplica:
                 max_model_len=self.max_model_len,
                 vocab_size=self.vocab_size,
                 max_concurrency=self.max_concurrency,
-                capabilities=Capabilities(supersede=self.can_supersede, resume=self.can_resume),
+                capabilities=Capabilities(supersede=self.can_supersede, resume=self.can_resume, gather=self.can_gather),
             )
         )
 

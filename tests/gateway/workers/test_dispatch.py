@@ -43,6 +43,15 @@ async def test_a_session_without_a_name_is_sent_as_the_gateway_calls_it(bench):
     assert [request.session for request in replica.requests] == ["auto-1", "s", None]
 
 
+async def test_only_what_is_delivered_whole_may_be_gathered(bench):
+    replica = await bench.add("a", can_gather=True)
+    for number, whole in enumerate((False, True)):
+        generation = await bench.send(f"r{number}", whole=whole)
+        await everything(generation)
+        await generation.aclose()
+    assert [request.gather for request in replica.requests] == [0.0, 0.2]
+
+
 async def test_started_may_be_given_up_and_waited_for_again(bench):
     replica = await bench.add("a")
     go = asyncio.Event()

@@ -337,11 +337,27 @@ async def test_a_replica_without_prefixes_in_the_place_of_one_with_them_is_sent_
     """Rolled back behind the same address between two looks at it: it refuses a field that it does not know."""
 
     def turn(count):
-        return msgspec.structs.replace(request(tokens=range(count)), session="s")
+        return msgspec.structs.replace(request(tokens=range(count)), session="s", gather=0.1)
 
     client._takes_prefixes = True
+    client._gathers = True
     await collect(await client.generate(turn(1024), {}))
     replica.scripts.append(refusal(400, "invalid_request", "object contains unknown field `prefix`"))
     assert await collect(await client.generate(turn(1033), {})) == answer(prompt=1033)
     assert [len(got.packed_token_ids) // 4 for got in replica.requests] == [1024, 9, 1033]
     assert replica.requests[-1].prefix is None
+    assert [got.gather for got in replica.requests] == [0.1, 0.1, 0.0]
+
+
+async def test_a_replica_that_gathers_no_tokens_is_not_asked_to(replica, client):
+    gathering = msgspec.structs.replace(request(), gather=0.1)
+    await collect(await client.generate(gathering, {}))
+    replica.can_gather = True
+    await client.info()
+    await collect(await client.generate(gathering, {}))
+    replica.scripts.append(refusal(400, "invalid_request", "object contains unknown field `gather`"))
+    await collect(await client.generate(gathering, {}))
+    replica.scripts.append(refusal(400, "invalid_request", "this is no temperature"))
+    with pytest.raises(WorkerRefusedError, match="no temperature"):
+        await client.generate(gathering, {})
+    assert [got.gather for got in replica.requests] == [0.0, 0.1, 0.1, 0.0, 0.1]
