@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,9 @@ _BLOCK = 16
 @click.option("--output-tokens", type=click.IntRange(1), default=16, show_default=True)
 @click.option("--stream/--no-stream", default=False, show_default=True)
 @click.option("--replicas", type=click.IntRange(1), default=2, show_default=True, help="Simulated ones, which take no time.")
+@click.option(
+    "--bare/--no-bare", default=True, show_default=True, help="Also measure a proxy that only parses bodies and passes them on."
+)
 @click.option("--vs", multiple=True, metavar="[NAME=]URL", help="Another router to take turns with; repeatable.")
 @click.option("--ledger-off", is_flag=True, help="Also measure this gateway with --no-ledger.")
 @click.option(
@@ -49,6 +53,7 @@ def gateway_command(**options: Any) -> None:
     from rich.console import Console
 
     from cli.gateway_bench.load import LoadConfig, LoadError
+    from cli.gateway_bench.peer import PeerError
 
     console = Console(stderr=True)
     config = LoadConfig(
@@ -65,7 +70,7 @@ def gateway_command(**options: Any) -> None:
         reports = asyncio.run(_measure(config, options, console))
     except CheckpointError as error:
         raise click.ClickException(str(error)) from error
-    except (GatewayError, LoadError) as error:
+    except (GatewayError, LoadError, PeerError) as error:
         raise click.ClickException(str(error)) from error
     except ValueError as error:
         raise click.UsageError(str(error)) from error
@@ -75,6 +80,7 @@ def gateway_command(**options: Any) -> None:
 
 
 async def _measure(config: LoadConfig, options: dict[str, Any], console: Any) -> list[SideReport]:
+    from cli.gateway_bench.peer import bare_proxy
     from cli.gateway_bench.run import run
     from cli.gateway_bench.sides import Side, foreign_side
 
@@ -90,6 +96,8 @@ async def _measure(config: LoadConfig, options: dict[str, Any], console: Any) ->
         for name, arguments in wanted:
             gateway = await stack.enter_async_context(GatewayProcess(serve_command(*arguments)))
             sides.append(Side(name, gateway.url, gateway.pid, own=True))
+        if options["bare"]:
+            sides.append(await stack.enter_async_context(bare_proxy()))
         status = stack.enter_context(console.status("Starting")) if console.is_terminal else None
 
         def progress(turn: int) -> None:
@@ -117,9 +125,9 @@ def _show(config: LoadConfig, reports: list[SideReport]) -> None:
     at_marks = [f"at turn {mark}" for mark in marks]
     for header in ("CPU ms", *at_marks, "turns/s a core", "turns/s", "p50 ms", "p99 ms", "cached", "RSS MiB"):
         table.add_column(header, justify="right", no_wrap=True)
+    window = [list(range(max(mark - 4, 1), mark + 1)) for mark in marks]
     for report in reports:
         figures = report.as_json()
-        window = [list(range(max(mark - 4, 1), mark + 1)) for mark in marks]
         table.add_row(
             report.name,
             _number(report.cpu_ms()),
@@ -132,10 +140,24 @@ def _show(config: LoadConfig, reports: list[SideReport]) -> None:
             _number(report.rss / 2**20 if report.rss else None, 0),
         )
     console.print(table)
+    _show_growth(reports, window)
     for report in reports:
         stages = report.stage_ms()
         if stages:
             console.print(f"{report.name}, ms by stage: " + ", ".join(f"{name} {value:.3f}" for name, value in stages.items()))
+
+
+def _show_growth(reports: Sequence[SideReport], window: Sequence[Sequence[int]]) -> None:
+    """What longer bodies cost each router, of which a bare proxy's share is the reading, parsing and sending of bytes."""
+    if len(window) < 2:
+        return
+    grown = []
+    for report in reports:
+        early, late = report.cpu_ms(window[0]), report.cpu_ms(window[-1])
+        if early is not None and late is not None:
+            grown.append(f"{report.name} {late - early:+.2f} ms")
+    more = reports[0].body_bytes(window[-1]) - reports[0].body_bytes(window[0])
+    click.echo(f"growth from turn {window[0][-1]} to turn {window[-1][-1]}, {more / 1e3:,.0f} kB more: " + ", ".join(grown))
 
 
 def _number(value: float | None, digits: int = 2) -> str:

@@ -59,12 +59,14 @@ class Backend:
 
 
 async def serve(ports: list[int]) -> None:
-    """Serves on all ports until it is cancelled."""
+    """Serves on all ports until it is cancelled. Port 0: a free one."""
+    taken = []
     for port in ports:
         runner = web.AppRunner(Backend().app(), access_log=None)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", port).start()
-    print("ready", flush=True)
+        taken.append(runner.addresses[0][1])
+    print("ready", *taken, flush=True)
     await asyncio.get_running_loop().create_future()
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import json
-import socket
+import os
 import subprocess
 import sys
 import time
@@ -13,20 +13,17 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from cli.gateway_bench.load import LoadConfig, LoadError
+from cli.gateway_bench.peer import bare_proxy
 from cli.gateway_bench.run import run
 from cli.gateway_bench.sides import Side, cpu_seconds, foreign_side
 
 
 @pytest.fixture
 def stand_in():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cli.gateway_bench.backend", str(port)], stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([sys.executable, "-m", "cli.gateway_bench.backend", "0"], stdout=subprocess.PIPE, text=True)
     try:
-        assert process.stdout.readline() == "ready\n"
+        ready, port = process.stdout.readline().split()
+        assert ready == "ready"
         yield f"http://127.0.0.1:{port}", process.pid
     finally:
         process.kill()
@@ -37,7 +34,7 @@ def stand_in():
 def test_a_run_measures_every_side(smollm2_dir, stand_in, tmp_path):
     url, _ = stand_in
     figures = tmp_path / "figures.json"
-    options = ["--sessions", "3", "--at-once", "2", "--turns", "4", "--words", "60", "--replicas", "1", "--vs", f"other={url}"]
+    options = ["--sessions", "3", "--at-once", "2", "--turns", "22", "--words", "60", "--replicas", "1", "--vs", f"other={url}"]
     done = subprocess.run(
         [sys.executable, "-m", "cli.main", "bench", "gateway", "--model", smollm2_dir, *options, "--json", figures],
         capture_output=True,
@@ -45,19 +42,34 @@ def test_a_run_measures_every_side(smollm2_dir, stand_in, tmp_path):
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    own, other = json.loads(figures.read_text())
-    assert (own["name"], other["name"]) == ("turnkeep", "other")
-    assert own["turns"] == other["turns"] == 12
+    own, bare, other = json.loads(figures.read_text())
+    assert (own["name"], bare["name"], other["name"]) == ("turnkeep", "bare proxy", "other")
+    assert own["turns"] == bare["turns"] == other["turns"] == 66
+    assert 0 < bare["cpu_ms"] < 1000
+    assert bare["stages_ms"] == {}
     assert own["turns_per_second_at_the_end"] > 0
     assert set(own["stages_ms"]) == {"parse", "identity", "ledger", "route", "proxy"}
     assert 0 < own["cpu_ms"] < 1000
     assert own["cached_share"] > 0.5
     assert own["prompt_tokens_last"] > 240
-    assert own["body_bytes_by_turn"]["1"] < own["body_bytes_by_turn"]["4"]
+    assert own["body_bytes_by_turn"]["1"] < own["body_bytes_by_turn"]["22"]
     assert other["cpu_ms"] > 0
     assert other["stages_ms"] == {}
-    for word in ("turnkeep, ms by stage: parse", "other", "RSS MiB"):
+    for word in ("turnkeep, ms by stage: parse", "other", "RSS MiB", "growth from turn 20 to turn 22"):
         assert word in done.stdout
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_bare_proxy_passes_on_what_it_is_sent(stream):
+    config = LoadConfig(sessions=2, turns=3, words=20, stream=stream)
+    async with bare_proxy() as side:
+        (report,) = await run(config, [side], lambda turn: None)
+        pid = side.pid
+    assert [turn.turn for turn in report.turns] == [1, 1, 2, 2, 3, 3]
+    assert all(turn.prompt_tokens == turn.body_bytes // 5 for turn in report.turns if not stream)
+    assert report.cpu_ms() > 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 def test_a_side_is_known_by_who_listens(stand_in):
