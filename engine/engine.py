@@ -56,6 +56,7 @@ from offload.estimate import PrefillCost
 from offload.files import Files
 from offload.stack import open_tiers
 from prefix_cache.block_pool import BlockPool, IntegrityError
+from prefix_cache.chain_memory import ChainMemory
 from prefix_cache.events import DEVICE, KVEvent
 from prefix_cache.eviction import EvictionPolicy
 from prefix_cache.expected_use import ExpectedUsePolicy
@@ -151,6 +152,7 @@ class Engine:
         self._intake = Intake(
             limits=Limits(spec.vocab_size, max_model_len, num_blocks, config.block_size, config.max_num_seqs),
             namespace=namespace,
+            chains=ChainMemory(config.block_size),
             eos_token_ids=spec.eos_token_ids,
             caching=config.prefix_caching,
             use_priority=config.policy == "priority",

@@ -21,7 +21,8 @@ from gateway.workers.protocol import GenerateRequest
 from grammar.compiler import CompiledGrammar
 from grammar.detokenizer import Detokenizer
 from grammar.tools import GrammarRefused
-from prefix_cache.hashing import BlockHash, DigestChain, joined_block_digests, pack_tokens, root_digest, unpack_tokens
+from prefix_cache.chain_memory import ChainMemory
+from prefix_cache.hashing import BlockHash, DigestChain, pack_tokens, root_digest, unpack_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class Intake:
 
     limits: Limits
     namespace: BlockHash
+    chains: ChainMemory
     eos_token_ids: tuple[int, ...]
     caching: bool
     use_priority: bool
@@ -82,7 +84,7 @@ class Intake:
         )
         seed = secrets.randbits(63) if params.seed is None else params.seed
         # Choices other than the first learn their digests from it when they are forked off.
-        joined = joined_block_digests(pack_tokens(prompt), root, limits.block_size) if self.caching else b""
+        joined = self.chains.digests(pack_tokens(prompt), root, request.session).joined if self.caching else b""
         for index in range(params.n):
             sequence = Sequence(
                 request=request,

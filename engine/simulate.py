@@ -39,6 +39,7 @@ from gateway.workers.protocol import (
     WorkerStats,
 )
 from grammar.detokenizer import Detokenizer
+from prefix_cache.chain_memory import ChainMemory
 from prefix_cache.events import DEVICE, KVEvent
 from prefix_cache.expected_use import ExpectedUsePolicy
 from prefix_cache.hashing import BlockHash, namespace_digest
@@ -57,6 +58,7 @@ class SimulatedEngine:
         self._clock: Clock = MonotonicClock() if clock is None else clock
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._namespace = namespace_digest({"simulated": True, "model": config.model, "block_size": config.block_size})
+        self._chains = ChainMemory(config.block_size)
         self._source = TokenSource(config.token_ids, config.eos_token_ids, config.mean_output_tokens)
         self._tiers: SimulatedTiers | None = None
         if config.offload is not None and config.offload.is_on and config.prefix_caching:
@@ -102,7 +104,7 @@ class SimulatedEngine:
         return self._info
 
     def prepare(self, request: GenerateRequest) -> Prepared:
-        return prepare(request, self.config, self._namespace, self._detokenizer is not None)
+        return prepare(request, self.config, self._namespace, self._chains, self._detokenizer is not None)
 
     def add(self, prepared: Prepared) -> None:
         if prepared.request_id in self._requests:

@@ -1,9 +1,9 @@
 """Which block carries which digest, looked up for thousands of digests at once.
 
 A dictionary knows for certain, but asking it for every block of a long context takes as many Python objects as there are
-blocks. So beside it stand arrays: a hint of where a digest may be, at a place that its low bits say, and the digests
-themselves. A hint is only believed when the block it names carries the digest that is looked for, all 128 bits of it; where two
-digests share a place one of them is asked of the dictionary.
+blocks. So beside it stand arrays: hints of where a digest may be, at a place that its lower half says and at one that its
+upper half does, and the digests themselves. A hint is only believed when the block it names carries the digest that is looked
+for, all 128 bits of it; the few digests that share both of their places with others are asked of the dictionary.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from prefix_cache.hashing import BlockHash, JoinedDigests, as_joined
+from prefix_cache.hashing import DIGEST_BYTES, BlockHash, as_joined
 
 _HALVES = struct.Struct("<QQ")
 _HINTS_PER_BLOCK = 8
-_FEW = 8
+_FEW = 32
+"""Digests that the dictionary is faster with."""
 
 _UNKNOWN = -1
+
+_Words = npt.NDArray[np.uint64]
 
 
 class BlockNames:
@@ -31,8 +34,10 @@ class BlockNames:
         self._blocks: dict[BlockHash, int] = {}
         self._low: npt.NDArray[np.uint64] = np.zeros(num_blocks, dtype=np.uint64)
         self._high: npt.NDArray[np.uint64] = np.zeros(num_blocks, dtype=np.uint64)
-        self._hints: npt.NDArray[np.int32] = np.zeros(1 << (_HINTS_PER_BLOCK * num_blocks - 1).bit_length(), dtype=np.int32)
-        self._mask = len(self._hints) - 1
+        size = 1 << (_HINTS_PER_BLOCK * num_blocks - 1).bit_length()
+        self._by_low: npt.NDArray[np.int32] = np.zeros(size, dtype=np.int32)
+        self._by_high: npt.NDArray[np.int32] = np.zeros(size, dtype=np.int32)
+        self._mask = size - 1
         self.has: npt.NDArray[np.bool_] = np.zeros(num_blocks, dtype=np.bool_)
         """Which blocks carry a digest; to be read only."""
 
@@ -57,7 +62,8 @@ class BlockNames:
         self._digests[block] = digest
         self._blocks[digest] = block
         self._low[block], self._high[block] = low, high
-        self._hints[low & self._mask] = block
+        self._by_low[low & self._mask] = block
+        self._by_high[high & self._mask] = block
         self.has[block] = True
 
     def take(self, block: int) -> BlockHash | None:
@@ -78,9 +84,9 @@ class BlockNames:
     def prefix(self, digests: Iterable[BlockHash]) -> npt.NDArray[np.intp]:
         """[found]: the blocks of `digests` up to the first that no block carries."""
         if isinstance(digests, Sequence) and len(digests) > _FEW:
-            blocks, words = self._hinted(digests)
+            blocks, joined = self._hinted(digests)
             for at in np.flatnonzero(blocks == _UNKNOWN).tolist():
-                block = self._blocks.get(words[at])
+                block = self._blocks.get(joined[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES])
                 if block is None:
                     return blocks[:at]
                 blocks[at] = block
@@ -91,23 +97,32 @@ class BlockNames:
     def known(self, digests: Iterable[BlockHash]) -> npt.NDArray[np.intp]:
         """[found]: the blocks of those of `digests` that a block carries, in order."""
         if isinstance(digests, Sequence) and len(digests) > _FEW:
-            blocks, words = self._hinted(digests)
+            blocks, joined = self._hinted(digests)
             unsure = np.flatnonzero(blocks == _UNKNOWN)
             if len(unsure):
-                blocks[unsure] = [self._blocks.get(words[at], _UNKNOWN) for at in unsure.tolist()]
+                starts = (unsure * DIGEST_BYTES).tolist()
+                blocks[unsure] = [self._blocks.get(joined[start : start + DIGEST_BYTES], _UNKNOWN) for start in starts]
                 blocks = blocks[blocks != _UNKNOWN]
             return blocks
         return np.array([block for block in map(self._blocks.get, digests) if block is not None], dtype=np.intp)
 
-    def _hinted(self, digests: Sequence[BlockHash]) -> tuple[npt.NDArray[np.intp], JoinedDigests]:
-        """[digests]: the blocks that carry them, or -1 where the hint is wrong; and the digests."""
-        joined = as_joined(digests)
-        halves = np.frombuffer(joined.joined, dtype="<u8").reshape(-1, 2)
+    def _hinted(self, digests: Sequence[BlockHash]) -> tuple[npt.NDArray[np.intp], bytes]:
+        """[digests]: the blocks that carry them, or -1 where both hints are wrong; and the digests, joined."""
+        joined = as_joined(digests).joined
+        halves = np.frombuffer(joined, dtype="<u8").reshape(-1, 2)
         low, high = halves[:, 0], halves[:, 1]
-        blocks = self._hints.take((low & np.uint64(self._mask)).astype(np.intp)).astype(np.intp)
-        right = (self._low.take(blocks) == low) & (self._high.take(blocks) == high) & self.has.take(blocks)
-        blocks[~right] = _UNKNOWN
+        blocks = self._believed(self._by_low, low, low, high)
+        unsure = np.flatnonzero(blocks == _UNKNOWN)
+        if len(unsure):
+            low, high = low[unsure], high[unsure]
+            blocks[unsure] = self._believed(self._by_high, high, low, high)
         return blocks, joined
+
+    def _believed(self, hints: npt.NDArray[np.int32], places: _Words, low: _Words, high: _Words) -> npt.NDArray[np.intp]:
+        """What `hints` say of these digests, or -1 where that is wrong."""
+        blocks: npt.NDArray[np.intp] = hints.take((places & np.uint64(self._mask)).astype(np.intp)).astype(np.intp)
+        right = (self._low.take(blocks) == low) & (self._high.take(blocks) == high) & self.has.take(blocks)
+        return np.where(right, blocks, _UNKNOWN)
 
     def inconsistency(self) -> str | None:
         """What is wrong with these books, in words; None when they balance."""

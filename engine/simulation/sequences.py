@@ -14,12 +14,12 @@ from engine.session_numbers import session_number
 from engine.simulation.config import SimulationConfig
 from gateway.workers.protocol import GenerateRequest, SamplingParams
 from grammar.detokenizer import Detokenizer
+from prefix_cache.chain_memory import ChainMemory
 from prefix_cache.hashing import (
     TOKEN_BYTES,
     DigestChain,
     JoinedDigests,
     chain_digest,
-    joined_block_digests,
     pack_tokens,
     root_digest,
     unpack_tokens,
@@ -48,7 +48,9 @@ class Prepared:
         return len(self.packed) // TOKEN_BYTES
 
 
-def prepare(request: GenerateRequest, config: SimulationConfig, namespace: bytes, can_stop_at_text: bool) -> Prepared:
+def prepare(
+    request: GenerateRequest, config: SimulationConfig, namespace: bytes, chains: ChainMemory, can_stop_at_text: bool
+) -> Prepared:
     """Checks a request. Raises RequestRefused with the codes of docs/worker-protocol.md."""
     if request.grammar is not None and not config.accept_grammars:
         message = (
@@ -71,15 +73,16 @@ def prepare(request: GenerateRequest, config: SimulationConfig, namespace: bytes
         raise RequestRefused("invalid_sampling", message, "sampling.n")
     resumed = resumed_tokens(request, config.vocab_size, greedy=sampling.temperature == 0.0)
     root = root_digest(namespace, request.cache_salt)
+    session = session_number(request.tenant, request.session)
     return Prepared(
         request_id=request.request_id,
         sampling=sampling,
         priority=request.priority if config.scheduling == "priority" else 0,
         packed=packed,
         root=root,
-        digests=JoinedDigests(joined_block_digests(packed, root, config.block_size)),
+        digests=chains.digests(packed, root, session),
         max_total=_max_total(prompt, sampling.max_tokens, config),
-        session=session_number(request.tenant, request.session),
+        session=session,
         resumed=tuple((choice.finished, tuple(ids)) for choice, ids in zip(request.resume, resumed, strict=True)),
     )
 

@@ -18,7 +18,7 @@ digests = st.builds(
 actions = st.one_of(
     st.tuples(st.just("give"), st.integers(0, BLOCKS - 1), digests),
     st.tuples(st.just("take"), st.integers(0, BLOCKS - 1), st.none()),
-    st.tuples(st.sampled_from(["ask", "ask", "clear"]), st.none(), st.lists(digests, max_size=40)),
+    st.tuples(st.sampled_from(["ask", "ask", "clear"]), st.none(), st.lists(digests, max_size=80)),
 )
 
 

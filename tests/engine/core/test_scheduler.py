@@ -8,6 +8,7 @@ from engine.kv_cache import KVCache
 from engine.request import Status
 from engine.scheduler import Scheduler
 from prefix_cache.block_pool import BlockPool
+from prefix_cache.chain_memory import ChainMemory
 
 NAMESPACE = b"n" * 16
 
@@ -21,6 +22,7 @@ class Desk:
         self.scheduler = Scheduler(self.cache, max_num_seqs=seqs, max_num_batched_tokens=budget)
         self.intake = Intake(
             limits=Limits(vocab_size=1000, max_model_len=1000, num_blocks=num_blocks, block_size=4, max_num_seqs=seqs),
+            chains=ChainMemory(4),
             namespace=NAMESPACE,
             eos_token_ids=(2,),
             caching=caching,
