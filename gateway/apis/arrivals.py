@@ -9,8 +9,9 @@ from typing import Any
 from aiohttp import web
 
 from gateway.admission.limits import RateLimits
-from gateway.apis.bodies import parse_object, read_body
-from gateway.apis.body_memo import BodyMemo, Remembered
+from gateway.apis.bodies import parse_object, receive_body
+from gateway.apis.body_memo import BodyMemo, Following, Remembered
+from gateway.apis.body_pieces import BodyPieces
 from gateway.apis.endpoint import Arrival
 from gateway.apis.headers import KNOWN_AS, LIMITS
 from gateway.auth import ApiKeys, Caller
@@ -73,18 +74,22 @@ class Arrivals:
         caller = self.caller(request)
         request[LIMITS] = dict(await self._limits.request(caller))
         wall_clock, monotonic = time.time(), time.monotonic()
-        raw = await read_body(request, max_bytes=self._http.max_body_bytes, timeout=self._http.body_timeout)
+        following = Following(self._memo, caller.tenant) if conversation and self._http.body_memo_bytes else None
+        pieces = following.pieces if following is not None else BodyPieces()
+        take = following.feed if following is not None else pieces.add
+        await receive_body(request, take, max_bytes=self._http.max_body_bytes, timeout=self._http.body_timeout)
         warnings: list[str]
         seen = None
         with self._stages.spent("parse"):
-            found = self._memo.parse(caller.tenant, raw) if conversation else None
+            found = self._memo.parse(following) if following is not None else None
             if found is not None:
                 (body, seen), warnings = found, []
             else:
+                raw = pieces.whole()
                 body, warnings = parse_object(raw)
                 if conversation and not warnings:
                     seen = Remembered(caller.tenant, raw)
-        kept = raw if self._keeps_raw(body) else b""
+        kept = pieces.whole() if self._keeps_raw(body) else b""
         return Arrival(request, request[KNOWN_AS], body, wall_clock, monotonic, caller, kept, seen), warnings
 
     async def turn(self, request: web.Request, *, conversation: bool = False) -> tuple[Arrival, SessionRef, list[str]]:

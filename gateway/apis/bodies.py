@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,13 +12,13 @@ import orjson
 from aiohttp import ClientPayloadError, web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from gateway.apis.body_pieces import BodyPieces
 from gateway.apis.nesting import too_deep
 from gateway.turn import TurnError
 
 T = TypeVar("T")
 
 _LISTED_FIELDS = 16
-_MAX_PIECES = 256
 _PATH = re.compile(r" - at `\$?\.?(?P<path>[^`]*)`\Z")
 _ESCAPES = re.compile(
     rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<half>\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
@@ -31,27 +31,28 @@ _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 
 
 async def read_body(request: web.Request, *, max_bytes: int, timeout: float) -> bytes:
-    """The whole body. Raises TurnError 413 above `max_bytes`, 408 when it does not arrive within `timeout` seconds, 400 when
-    it breaks off or is not encoded as it says."""
+    """The whole body. Raises as `receive_body`."""
+    pieces = BodyPieces()
+    await receive_body(request, pieces.add, max_bytes=max_bytes, timeout=timeout)
+    return pieces.whole()
+
+
+async def receive_body(request: web.Request, take: Callable[[bytes], None], *, max_bytes: int, timeout: float) -> None:
+    """Gives the body to `take`, piece by piece as it comes. Raises TurnError 413 above `max_bytes`, 408 when it does not arrive
+    within `timeout` seconds, 400 when it breaks off or is not encoded as it says."""
     if request.content_length is not None and request.content_length > max_bytes:
         raise _too_large(max_bytes)
-    pieces: list[bytes] = []
-    crumbs = bytearray()  # of a body in very many pieces, which would take more than their text
     received = 0
     try:
         async with asyncio.timeout(timeout):
-            # Piece by piece as they came: joined once, at the end.
             while True:
                 piece, chunk_ended = await request.content.readchunk()
                 if not piece and (not chunk_ended or request.content.at_eof()):
                     break  # a request without a body has a reader of its own kind, which says "chunk ended" for ever
-                if len(pieces) < _MAX_PIECES:
-                    pieces.append(piece)
-                else:
-                    crumbs += piece
                 received += len(piece)
                 if received > max_bytes:
                     raise _too_large(max_bytes)
+                take(piece)
     except TimeoutError as error:
         raise TurnError(
             408,
@@ -62,7 +63,6 @@ async def read_body(request: web.Request, *, max_bytes: int, timeout: float) -> 
         raise TurnError(
             400, "malformed_body", f"The body broke off after {received} bytes, or is not encoded as its headers say."
         ) from error
-    return pieces[0] if len(pieces) == 1 else b"".join((*pieces, crumbs))
 
 
 def _too_large(max_bytes: int) -> TurnError:

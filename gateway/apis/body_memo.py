@@ -14,16 +14,19 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import orjson
 import xxhash
 
+from gateway.apis.body_pieces import BodyPieces
+
 _MIN_BYTES = 8192
 """Shorter ones are parsed in less time than they are found."""
+_FIRST_STEP = _MIN_BYTES // 2
 _MESSAGE_BYTES = 600
 """Of a message's dicts, beside its text."""
 _PLAIN_HEAD = re.compile(
@@ -78,16 +81,78 @@ class _Entry:
 @dataclass(slots=True)
 class Remembered:
     """How a body was parsed. `known`: None where all of it was parsed now; `rest`: its further messages. `frame` is only given
-    where the bodies differ in nothing but messages. Before `BodyMemo.keep`, `frame` and `warnings` are set."""
+    where the bodies differ in nothing but messages. Before `BodyMemo.keep`, `frame` and `warnings` are set.
+
+    `raw`: the body, where nothing of it was known; else `behind`: what came behind the known messages, and `end`: where the
+    last message ends."""
 
     tenant: str
-    raw: bytes
+    raw: bytes = b""
     known: Known | None = None
     rest: list[Any] = field(default_factory=list)
     frame: Any = None
     warnings: tuple[str, ...] = ()
-    entry: _Entry | None = None
+    behind: bytes = b""
     end: int = 0
+    following: _Place | None = None
+
+
+class _Place(NamedTuple):
+    """Where a body parts from what is known. `hasher`: has taken all before `entry.end`; `steps`: digests of the body's first
+    2**n bytes."""
+
+    entry: _Entry
+    hasher: xxhash.xxh3_128
+    steps: Mapping[int, bytes]
+
+
+class Following:
+    """A body on its way in, compared with what is known to begin like it. Its bytes are hashed as they come, once and while the
+    caches hold them; the whole is never put together for that. `pieces`: what came.
+
+    Entries are filed by the digest of their first 2**n bytes, n as large as they have: at every power of two the memory
+    is asked who begins so, and where one of those ends, whether it is the one."""
+
+    def __init__(self, memo: BodyMemo, tenant: str) -> None:
+        self.tenant = tenant
+        self.pieces = BodyPieces()
+        self.place: _Place | None = None
+        """Of the longest beginning that is known."""
+        self._memo = memo
+        self._hasher = xxhash.xxh3_128()
+        self._steps: dict[int, bytes] = {}
+        self._at = 0
+        self._key: _Key = (tenant, 0, b"")
+        self._step = self._next = _FIRST_STEP
+        self._ends: list[int] = []  # of entries filed under _key, the next one last
+
+    def feed(self, piece: bytes) -> None:
+        """Takes what came."""
+        self.pieces.add(piece)
+        view, start = memoryview(piece), 0
+        while len(view) - start >= self._next - self._at:
+            end = start + self._next - self._at
+            self._hasher.update(view[start:end])
+            start, self._at = end, self._next
+            self._look()
+        if start < len(view):
+            self._hasher.update(view[start:])
+            self._at += len(view) - start
+
+    def _look(self) -> None:
+        """At a place where an entry may end, or where those that go on from here are found."""
+        at, digest = self._at, self._hasher.digest()
+        if at == self._step:
+            self._key = self.tenant, at, digest
+            self._steps[at] = digest
+            self._step *= 2
+            self._ends = sorted({entry.end for entry in self._memo.filed(self._key)}, reverse=True)
+        if self._ends and self._ends[-1] == at:
+            self._ends.pop()
+            entry = self._memo.entry(self._key, digest)
+            if entry is not None:
+                self.place = _Place(entry, self._hasher.copy(), self._steps)
+        self._next = self._ends[-1] if self._ends else self._step
 
 
 class BodyMemo:
@@ -100,48 +165,59 @@ class BodyMemo:
         self.bytes = 0
         """Held, estimated."""
 
-    def parse(self, tenant: str, raw: bytes) -> tuple[dict[str, Any], Remembered] | None:
+    def parse(self, seen: Following) -> tuple[dict[str, Any], Remembered] | None:
         """The object in a body, and what is known of it; None for one that must be parsed whole."""
-        if len(raw) < _MIN_BYTES or not self._entries:
+        place, size = seen.place, seen.pieces.size
+        if place is None or size < _MIN_BYTES:
             return None
-        entry = self._find(tenant, raw)
-        if entry is None:
-            return None
-        if raw.endswith(entry.tail) and len(raw) - len(entry.tail) >= entry.end:
-            found = _between(entry, raw)
+        entry = place.entry
+        behind = seen.pieces.part(entry.end, size)
+        if behind.endswith(entry.tail):
+            found = _between(entry, behind)
             if found is not None:
                 more, end = found
                 body = {**entry.known.body, "messages": entry.known.body["messages"] + more}
-                return body, Remembered(tenant, raw, entry.known, more, entry.known.frame, entry=entry, end=end)
-        return _behind(entry, tenant, raw)
+                known = entry.known
+                return body, Remembered(
+                    seen.tenant, known=known, rest=more, frame=known.frame, behind=behind, end=end, following=place
+                )
+        return _behind(seen, place, behind)
 
     def keep(self, seen: Remembered, body: dict[str, Any], messages: tuple[Mapping[str, Any], ...], digests: bytes) -> None:
         """Remembers a body whose messages are in order."""
-        raw, old = seen.raw, seen.entry
-        if not self._max_bytes or len(raw) < _MIN_BYTES:
+        place = seen.following
+        if not self._max_bytes:
             return
-        if old is not None:
-            head, end = old.head, seen.end
+        if place is not None:
+            old = place.entry
+            head, end, before = old.head, seen.end, old.text_bytes
+            step = _step(end)
+            key = (seen.tenant, step, place.steps[step])
+            length = end - old.end
+            new, tail = seen.behind[:length], seen.behind[length:]
+            hasher = place.hasher.copy()
+            hasher.update(new)
+            self._drop(old)
         else:
+            raw = seen.raw
+            if len(raw) < _MIN_BYTES:
+                return
             found = _PLAIN_HEAD.match(raw, 0, _MAX_HEAD)
             if found is None:
                 return
-            head = found.end()
+            head, before = found.end(), 0
             last = _array_end(raw, head)
-            if last is None:
+            if last is None or last < _FIRST_STEP:
                 return
             end = last
-        view = memoryview(raw)  # a copy is not needed for a digest
-        step = _step(end)
-        hasher = xxhash.xxh3_128(view[:step])
-        key = (seen.tenant, step, hasher.digest())
-        hasher.update(view[step:end])
-        start, before = (old.end, old.text_bytes) if old is not None else (0, 0)
-        new, tail = raw[start:end], raw[end:]
+            view = memoryview(raw)  # a copy is not needed for a digest
+            step = _step(end)
+            hasher = xxhash.xxh3_128(view[:step])
+            key = (seen.tenant, step, hasher.digest())
+            hasher.update(view[step:end])
+            new, tail = raw[:end], raw[end:]
         text_bytes = before + _held(new)
         nbytes = text_bytes + _MESSAGE_BYTES * len(messages) + _TAIL_FACTOR * _held(tail)
-        if old is not None:
-            self._drop(old)
         known = Known(body, messages, digests, seen.warnings, seen.frame)
         entry = _Entry(key, end, hasher.digest(), head, tail, text_bytes, nbytes, known)
         bucket = self._entries.setdefault(key, {})
@@ -157,28 +233,13 @@ class BodyMemo:
             bucket = next(iter(self._entries.values()))
             self._drop(next(iter(bucket.values())))
 
-    def _find(self, tenant: str, raw: bytes) -> _Entry | None:
-        """The longest beginning of `raw` that is known. Entries are filed by the digest of their first 2**n bytes, n as large
-        as they have, so a body is looked up with few digests, and is read about once."""
-        view = memoryview(raw)
-        step = _step(len(raw))
-        while step >= _MIN_BYTES // 2:
-            hasher = xxhash.xxh3_128(view[:step])
-            bucket = self._entries.get((tenant, step, hasher.digest()))
-            if bucket is not None:
-                best = None
-                at = step
-                for entry in sorted(bucket.values(), key=_end) if len(bucket) > 1 else bucket.values():
-                    if entry.end > len(raw):
-                        break
-                    hasher.update(view[at : entry.end])
-                    at = entry.end
-                    if hasher.digest() == entry.digest:
-                        best = entry
-                if best is not None:
-                    return best
-            step //= 2
-        return None
+    def filed(self, key: _Key) -> Iterable[_Entry]:
+        """Entries of a tenant that begin with so many bytes of such a digest, and have fewer than twice as many."""
+        return self._entries.get(key, {}).values()
+
+    def entry(self, key: _Key, digest: bytes) -> _Entry | None:
+        """The one of `filed` all of whose messages have this digest."""
+        return self._entries.get(key, {}).get(digest)
 
     def _drop(self, entry: _Entry) -> None:
         bucket = self._entries.get(entry.key)
@@ -187,10 +248,6 @@ class BodyMemo:
             self.bytes -= entry.nbytes
             if not bucket:
                 del self._entries[entry.key]
-
-
-def _end(entry: _Entry) -> int:
-    return entry.end
 
 
 def _step(length: int) -> int:
@@ -202,13 +259,13 @@ def _held(text: bytes) -> int:
     return len(text) if text.isascii() else 4 * len(text)
 
 
-def _between(entry: _Entry, raw: bytes) -> tuple[list[Any], int] | None:
+def _between(entry: _Entry, behind: bytes) -> tuple[list[Any], int] | None:
     """The messages that a body has between what is known and the tail that it has had before, and where they end; None where
-    that is no list of messages."""
-    end = len(raw) - len(entry.tail)
-    text = raw[entry.end : end].lstrip(_SPACE)
+    that is no list of messages. `behind`: what it has behind what is known."""
+    length = len(behind) - len(entry.tail)
+    text = behind[:length].lstrip(_SPACE)
     if not text:
-        return [], end
+        return [], entry.end + length
     if text[:1] != b",":
         return None
     try:
@@ -216,12 +273,13 @@ def _between(entry: _Entry, raw: bytes) -> tuple[list[Any], int] | None:
         more = orjson.loads(b"[" + text[1:] + b"]")
     except orjson.JSONDecodeError:
         return None
-    return (more, end) if more else None
+    return (more, entry.end + length) if more else None
 
 
-def _behind(entry: _Entry, tenant: str, raw: bytes) -> tuple[dict[str, Any], Remembered] | None:
+def _behind(seen: Following, place: _Place, behind: bytes) -> tuple[dict[str, Any], Remembered] | None:
     """A body whose messages go on from what is known, and of which everything behind them may be new."""
-    head, rest = raw[: entry.head], raw[entry.end :].lstrip(_SPACE)
+    entry = place.entry
+    head, rest = seen.pieces.part(0, entry.head), behind.lstrip(_SPACE)
     if rest[:1] == b",":
         short = head + rest[1:]
     elif rest[:1] == b"]":
@@ -235,14 +293,14 @@ def _behind(entry: _Entry, tenant: str, raw: bytes) -> tuple[dict[str, Any], Rem
     last = _array_end(short, entry.head)
     if last is None:
         return None
-    end = len(raw) - len(short) + last
-    if raw.find(b'"messages"', end) >= 0:
+    end = seen.pieces.size - len(short) + last
+    if behind.find(b'"messages"', end - entry.end) >= 0:
         return None  # the name a second time, maybe: then the last counts
     more = body["messages"]
     if rest[:1] == b"," and not more:
         return None  # a comma with nothing behind it
     body["messages"] = entry.known.body["messages"] + more
-    return body, Remembered(tenant, raw, entry.known, more, entry=entry, end=end)
+    return body, Remembered(seen.tenant, known=entry.known, rest=more, behind=behind, end=end, following=place)
 
 
 def _array_end(raw: bytes, head: int) -> int | None:

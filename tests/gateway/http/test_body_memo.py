@@ -10,9 +10,11 @@ from fake_dispatcher import write_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_reasoning_over_http import TEMPLATE
+from xxhash import xxh3_128_digest
 
 from gateway.apis import body_memo
-from gateway.apis.body_memo import BodyMemo, Remembered
+from gateway.apis.body_memo import BodyMemo, Following, Remembered
+from gateway.apis.body_pieces import BodyPieces
 from gateway.apis.openai.chat_request import parse_chat
 from gateway.config import ModelConfig
 from gateway.models import ServedModel
@@ -51,9 +53,18 @@ def turn_of(model, body, seen):
     return turn, options, warnings
 
 
-def remember(memo, tenant, raw, model):
+def parsed(memo, tenant, raw, pieces=(5000, 8192, 70000)):
+    """A body that comes in pieces of these lengths, and then the rest."""
+    following, at = Following(memo, tenant), 0
+    for length in (*pieces, len(raw)):
+        following.feed(raw[at : at + length])
+        at += length
+    return memo.parse(following)
+
+
+def remember(memo, tenant, raw, model, **pieces):
     """As a turn does it."""
-    found = memo.parse(tenant, raw)
+    found = parsed(memo, tenant, raw, **pieces)
     body, seen = found if found is not None else (orjson.loads(raw), Remembered(tenant, raw))
     turn, options, warnings = turn_of(model, body, seen)
     memo.keep(seen, body, turn.messages, turn.message_digests)
@@ -108,8 +119,9 @@ STEPS = st.sampled_from(["grow", "grow", "edit", "cut", "again", "other", "field
     ascii_only=st.booleans(),
     which=st.integers(0, 1),
     seed=st.integers(0, 99),
+    pieces=st.lists(st.integers(1, 9000), max_size=8),
 )
-def test_any_conversation_in_any_writing(models, steps, before, extra, separators, indent, ascii_only, which, seed):
+def test_any_conversation_in_any_writing(models, steps, before, extra, separators, indent, ascii_only, which, seed, pieces):
     memo, drawn = BodyMemo(10**7), random.Random(seed)
     conversation = [{"role": "system", "content": LONG}, {"role": "user", "content": "hello"}]
     for step, new, other_fields in steps:
@@ -127,7 +139,7 @@ def test_any_conversation_in_any_writing(models, steps, before, extra, separator
         first = {name: value for name, value in extra.items() if name in before}
         fields = {**first, "messages": conversation, **extra}
         raw = json.dumps(fields, separators=separators, indent=indent, ensure_ascii=ascii_only).encode()
-        assert same_without_a_memory(remember(memo, "t", raw, models[which]), raw, models[which])
+        assert same_without_a_memory(remember(memo, "t", raw, models[which], pieces=pieces), raw, models[which])
 
 
 def conversation_of(turns, **fields):
@@ -171,8 +183,8 @@ def test_fields_are_made_once(model):
 def test_tenants_know_nothing_of_each_other(model):
     memo = BodyMemo(10**7)
     remember(memo, "a", conversation_of(3), model)
-    assert memo.parse("b", conversation_of(4)) is None
-    assert memo.parse("a", conversation_of(4)) is not None
+    assert parsed(memo, "b", conversation_of(4)) is None
+    assert parsed(memo, "a", conversation_of(4)) is not None
 
 
 @pytest.mark.parametrize(
@@ -194,8 +206,8 @@ def test_tenants_know_nothing_of_each_other(model):
 def test_odd_bodies_are_parsed_whole(model, change):
     memo = BodyMemo(10**7)
     remember(memo, "t", conversation_of(4), model)
-    assert memo.parse("t", change(conversation_of(5))) is None
-    assert memo.parse("t", conversation_of(5)) is not None
+    assert parsed(memo, "t", change(conversation_of(5))) is None
+    assert parsed(memo, "t", conversation_of(5)) is not None
 
 
 @pytest.mark.parametrize(
@@ -223,7 +235,7 @@ def test_an_error_names_the_message_by_its_place_in_the_whole(model, new, said):
     raw = orjson.loads(conversation_of(4))
     raw["messages"][8] = new
     for fields in ({}, {"user": "now another"}):
-        body, seen = memo.parse("t", orjson.dumps({**raw, **fields}))
+        body, seen = parsed(memo, "t", orjson.dumps({**raw, **fields}))
         with pytest.raises(TurnError) as caught:
             turn_of(model, body, seen)
         assert caught.value.message.startswith("messages[8]")
@@ -245,15 +257,15 @@ def test_memory_is_bounded_and_the_least_recent_go(model):
     for raw in bodies:
         remember(memo, "t", raw, model)
         assert 0 < memo.bytes <= 200_000
-    assert memo.parse("t", bodies[0]) is None
-    assert memo.parse("t", bodies[-1]) is not None
+    assert parsed(memo, "t", bodies[0]) is None
+    assert parsed(memo, "t", bodies[-1]) is not None
     assert memo.bytes == sum(entry.nbytes for bucket in memo._entries.values() for entry in bucket.values())
     wide = BodyMemo(10**9)
     remember(wide, "t", conversation_of(3).replace(b"question 0", "é".encode()), model)
     assert wide.bytes > 4 * len(LONG)
     off = BodyMemo(0)
     remember(off, "t", bodies[0], model)
-    assert off.parse("t", bodies[0]) is None
+    assert parsed(off, "t", bodies[0]) is None
     # Many that begin alike for long: each lookup compares no more than a few.
     alike = BodyMemo(10**9)
     for raw in bodies:
@@ -279,4 +291,77 @@ def test_what_only_one_of_two_parsers_can_read_is_not_remembered(model):
     memo = BodyMemo(10**7)
     remember(memo, "t", raw, model)
     assert memo.bytes == 0
-    assert memo.parse("t", raw) is None
+    assert parsed(memo, "t", raw) is None
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    bodies=st.lists(st.integers(0, 3), min_size=1, max_size=6).map(
+        lambda edits: [conversation_of(12).replace(b"answer %d" % at, b"changed %d" % edit) for at, edit in enumerate(edits, 3)]
+    ),
+    last=st.integers(0, 5),
+    turns=st.integers(1, 14),
+    cuts=st.lists(st.integers(1, 12_000), max_size=20),
+)
+def test_following_finds_what_looking_at_the_whole_finds(model, bodies, last, turns, cuts):
+    """The longest of what a body begins with, however it is cut on its way."""
+    memo, kept = BodyMemo(10**7), []
+    for raw in bodies:
+        remember(memo, "t", raw, model)
+        kept.append(raw[: raw.rindex(b"]")])
+    raw = bodies[last % len(bodies)] if turns > 12 else conversation_of(turns)
+    following, at = Following(memo, "t"), 0
+    for length in (*cuts, len(raw)):
+        following.feed(raw[at : at + length])
+        at += length
+    expected = max((len(one) for one in kept if raw.startswith(one)), default=None)
+    assert (None if following.place is None else following.place.entry.end) == expected
+    assert following.pieces.whole() == raw
+    if following.place is not None:
+        hasher = following.place.hasher.copy()
+        hasher.update(raw[expected:])
+        assert hasher.digest() == xxh3_128_digest(raw)
+
+
+class Counted(bytes):
+    """Tells what is made of it in Python: slices."""
+
+    sliced = 0
+
+    def __getitem__(self, at):
+        got = super().__getitem__(at)
+        Counted.sliced += len(got) if isinstance(at, slice) else 0
+        return got
+
+
+def test_of_a_known_conversation_only_the_new_part_is_copied(model, monkeypatch):
+    """A body of half a megabyte is hashed as it comes; it is never put together, and its pieces are not kept."""
+    memo = BodyMemo(10**8)
+    history = [{"role": "user", "content": f"{number} {LONG}"} for number in range(50)]
+    remember(memo, "t", orjson.dumps({"model": "m", "messages": history}), model)
+    raw = orjson.dumps({"model": "m", "messages": [*history, {"role": "user", "content": "new"}]})
+    following = Following(memo, "t")
+    for at in range(0, len(raw), 65536):
+        following.feed(Counted(raw[at : at + 65536]))
+    monkeypatch.setattr(BodyPieces, "whole", None)
+    Counted.sliced = 0
+    body, seen = memo.parse(following)
+    turn, _, _ = turn_of(model, body, seen)
+    memo.keep(seen, body, turn.messages, turn.message_digests)
+    assert turn.messages[-1]["content"] == "new"
+    assert len(raw) > 500_000
+    assert seen.raw == b""
+    assert 0 < Counted.sliced < 200
+    assert len(seen.behind) < 200
+
+
+@given(pieces=st.lists(st.binary(max_size=9), max_size=400), cuts=st.lists(st.tuples(st.integers(0, 900), st.integers(0, 900))))
+def test_pieces_of_a_body_are_the_body(pieces, cuts):
+    body, whole = BodyPieces(), b"".join(pieces)
+    for piece in pieces:
+        body.add(piece)
+    assert body.size == len(whole)
+    assert len(body._pieces) <= 256
+    for again in range(2):
+        assert [body.part(start, end) for start, end in cuts] == [whole[start:end] for start, end in cuts], again
+        assert body.whole() == whole
