@@ -78,6 +78,9 @@ class HostArena:
     def prefix(self, digests: Sequence[BlockHash]) -> int:
         return self.table.prefix(digests)
 
+    def lacking(self, digests: Sequence[BlockHash]) -> list[BlockHash]:
+        return self.table.lacking(digests)
+
     def load(self, digest: BlockHash, into: Bytes) -> bool:
         place = self.table.find(digest)
         if place is None:

@@ -50,6 +50,9 @@ class CompressedTier:
     def prefix(self, digests: Sequence[BlockHash]) -> int:
         return self._inner.prefix(digests)
 
+    def lacking(self, digests: Sequence[BlockHash]) -> list[BlockHash]:
+        return self._inner.lacking(digests)
+
     def load(self, digest: BlockHash, into: Bytes) -> bool:
         buffer = self._buffer()
         length = self._inner.load_any(digest, buffer)

@@ -135,6 +135,9 @@ class DiskStore:
     def prefix(self, digests: Sequence[BlockHash]) -> int:
         return self.table.prefix(digests)
 
+    def lacking(self, digests: Sequence[BlockHash]) -> list[BlockHash]:
+        return self.table.lacking(digests)
+
     def load(self, digest: BlockHash, into: Bytes) -> bool:
         length = self.load_any(digest, into)
         return length == len(into)

@@ -65,6 +65,10 @@ class GuardedTier:
     def prefix(self, digests: Sequence[BlockHash]) -> int:
         return self._try(self._reading, lambda: self.inner.prefix(digests), 0)
 
+    def lacking(self, digests: Sequence[BlockHash]) -> list[BlockHash]:
+        missing: list[BlockHash] | None = self._try(self._reading, lambda: self.inner.lacking(digests), None)
+        return list(digests) if missing is None else missing
+
     def load(self, digest: BlockHash, into: Bytes) -> bool:
         began = time.perf_counter()
         loaded = self._try(self._reading, lambda: self.inner.load(digest, into), False, proof=True)

@@ -14,7 +14,7 @@ from typing import TypeVar
 from offload.guard import GuardedTier
 from offload.mirror import TierMirror
 from prefix_cache.events import KVEvent
-from prefix_cache.hashing import BlockHash
+from prefix_cache.hashing import BlockHash, JoinedDigests, as_joined
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class TierKeeper:
         self._on_news = on_news
         self._is_waiting = is_waiting
         self._interval = interval
-        self._marks: deque[tuple[tuple[BlockHash, ...], int, float, int]] = deque(maxlen=_MAX_MARKS)
+        self._marks: deque[tuple[JoinedDigests, int, float, int]] = deque(maxlen=_MAX_MARKS)
 
         self._events: deque[KVEvent] = deque(maxlen=_MAX_EVENTS)
         self._missing: deque[BlockHash] = deque(maxlen=_MAX_EVENTS)
@@ -57,7 +57,7 @@ class TierKeeper:
     def mark(self, digests: Sequence[BlockHash], standing: int, *, expected: float = 0.0, session: int = 0) -> None:
         """Has blocks marked in every tier (prefix_cache.worth). `take_missing` has those that the fastest one lacks."""
         if digests:
-            self._marks.append((tuple(digests), standing, expected, session))
+            self._marks.append((as_joined(digests), standing, expected, session))
             self._wake.set()
 
     def at(self, when: float, work: Callable[[], None]) -> None:
@@ -116,7 +116,7 @@ class TierKeeper:
             for number, tier in enumerate(self._tiers):
                 found = tier.mark(digests, standing, expected=expected, session=session)
                 if number == 0 and found < len(digests) and tier.is_available and standing:
-                    self._missing.extend(digest for digest in digests if not tier.prefix((digest,)))
+                    self._missing.extend(tier.lacking(digests))
                     news = True
         for mirror in self._mirrors:
             events = mirror.poll()

@@ -65,6 +65,10 @@ class RemoteStore:
                 return count
         return len(digests)
 
+    def lacking(self, digests: Sequence[BlockHash]) -> list[BlockHash]:
+        known = self._known
+        return [digest for digest in digests if digest not in known]
+
     def load(self, digest: BlockHash, into: Bytes) -> bool:
         if digest not in self._known:
             return False

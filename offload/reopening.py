@@ -67,6 +67,10 @@ class ReopeningTier:
         with self._using() as tier:
             return 0 if tier is None else tier.prefix(digests)
 
+    def lacking(self, digests: Sequence[BlockHash]) -> list[BlockHash]:
+        with self._using() as tier:
+            return list(digests) if tier is None else tier.lacking(digests)
+
     def load(self, digest: BlockHash, into: Bytes) -> bool:
         with self._using() as tier:
             return tier is not None and tier.load(digest, into)

@@ -19,16 +19,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from offload import slot_layout as layout
 from offload.errors import TierCorrupt, TierUnavailable
 from offload.slot_layout import FREE, READY, WRITING, SlotColumns
+from offload.slot_search import NOWHERE, find_slots
 from offload.standing import first_to_go
 from offload.table_file import HALVES, TableFile
-from prefix_cache.hashing import BlockHash
+from prefix_cache.hashing import BlockHash, as_joined
 from prefix_cache.worth import IDLE, PINNED, SHARED, SUPERSEDED, WAITING
 
 _LONGEST_CHAIN = 128
+_FEW, _MANY = 4, 64
+"""Blocks that are looked for one by one, and those that are before all others are."""
 
 
 class Place(NamedTuple):
@@ -112,10 +116,26 @@ class SlotTable:
 
     def prefix(self, digests: Sequence[BlockHash]) -> int:
         """How many of `digests`, counted from the first, are there."""
-        for count, digest in enumerate(digests):
-            if self.find(digest) is None:
+        for count in range(min(len(digests), _FEW)):
+            if self.find(digests[count]) is None:
                 return count
+        # Most often none of them is there, or all are.
+        start, stop = _FEW, _MANY
+        while start < len(digests):
+            missing = np.flatnonzero(self._slots_of(digests[start:stop]) == NOWHERE)
+            if len(missing):
+                return start + int(missing[0])
+            start, stop = stop, len(digests)
         return len(digests)
+
+    def lacking(self, digests: Sequence[BlockHash]) -> list[BlockHash]:
+        """Those of `digests` that are not there, in order."""
+        joined = as_joined(digests)
+        return [joined[at] for at in np.flatnonzero(self._slots_of(joined) == NOWHERE).tolist()]
+
+    def _slots_of(self, digests: Sequence[BlockHash]) -> npt.NDArray[np.intp]:
+        """[digests]: the slots in which they lie, or NOWHERE."""
+        return find_slots(self.columns, digests, self.slot_bytes, _LONGEST_CHAIN)
 
     @property
     def changes(self) -> int:
@@ -232,27 +252,23 @@ class SlotTable:
                     gone.append(place)
         return gone
 
-    def mark(self, digests: Iterable[BlockHash], standing: int, *, expected: float = 0.0, session: int = 0) -> int:
+    def mark(self, digests: Sequence[BlockHash], standing: int, *, expected: float = 0.0, session: int = 0) -> int:
         """What blocks are worth from now on (prefix_cache.worth). A block that another session has marked before is shared, and
         stays that. Returns how many were found."""
-        found = 0
         now = self._now()
         with self._changing() as columns:
-            for digest in digests:
-                place = self.find(digest)
-                if place is None:
-                    continue
-                found += 1
-                slot = place.slot
-                before = columns.at_session[slot]
-                shared = columns.at_standing[slot] == SHARED or (session and before and before != session)
-                if session:
-                    columns.at_session[slot] = session
-                if standing >= IDLE:
-                    columns.at_last_used[slot] = now
-                columns.at_standing[slot] = SHARED if shared and standing != PINNED else standing
-                columns.at_expected[slot] = expected if standing in (WAITING, PINNED) else 0.0
-        return found
+            slots = self._slots_of(digests)
+            slots = slots[slots != NOWHERE]
+            before = columns.session[slots]
+            shared = columns.standing[slots] == SHARED
+            if session:
+                shared |= (before != 0) & (before != session)
+                columns.session[slots] = session
+            if standing >= IDLE:
+                columns.last_used[slots] = now
+            columns.standing[slots] = np.where(shared & (standing != PINNED), SHARED, standing)
+            columns.expected[slots] = expected if standing in (WAITING, PINNED) else 0.0
+        return len(slots)
 
     def touch(self, places: Iterable[Place]) -> None:
         """These blocks were used just now. Needs no lock: the worst that a race does is to make another block look used."""

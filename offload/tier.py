@@ -50,6 +50,9 @@ class Tier(Protocol):
     def prefix(self, digests: Sequence[BlockHash]) -> int:
         """How many of `digests`, counted from the first, seem to be there. Cheap; loading has the last word."""
 
+    def lacking(self, digests: Sequence[BlockHash]) -> list[BlockHash]:
+        """Those of `digests` that seem not to be there, in order. Cheap."""
+
     def load(self, digest: BlockHash, into: Bytes) -> bool:
         """Copies a block's encoded bytes into `into`, as long as they are. True only when they were verified afterwards; else
         `into` holds anything. Damage is counted, and the block thrown away."""

@@ -152,8 +152,9 @@ class Transfers:
         """Has blocks brought into host memory from below."""
         if self._host is None or not self._below:
             return
+        missing = self._host.lacking(digests)
         with self._condition:
-            self._promotions.extend(digests)
+            self._promotions.extend(missing)
             while len(self._promotions) > _MAX_STORES:
                 self._promotions.popleft()
             self._condition.notify_all()

@@ -66,7 +66,7 @@ class SimulatedTiers:
         self._mirrors: list[TierMirror] = []
         self._seconds: dict[str, float] = {}
         self._free_at: dict[str, float] = {}
-        self._timers: list[tuple[float, int, tuple[BlockHash, ...], bool]] = []
+        self._timers: list[tuple[float, int, Sequence[BlockHash], bool]] = []
         self._numbers = itertools.count()
         self._promoted: OrderedDict[BlockHash, float] = OrderedDict()
         self._events: list[KVEvent] = []
@@ -116,7 +116,7 @@ class SimulatedTiers:
     def plan(self, sequence: SimulatedSequence, found: int, count: int) -> int:
         """How many of the blocks `found` to `count - 1` to load: those that are there, as far as that is faster."""
         wanted = sequence.digests[found:count]
-        seconds = [self._seconds[tier.name] for tier, here in self._where(wanted) for _ in range(here)]
+        seconds = [each for tier, here in self._where(wanted) for each in itertools.repeat(self._seconds[tier.name], here)]
         if not seconds:
             return 0
         if self._config.offload is not None and self._config.offload.load == "always":
@@ -196,7 +196,7 @@ class SimulatedTiers:
     def promote_at(self, when: float, digests: Sequence[BlockHash]) -> None:
         """These will be asked for after `when`: what lies on disk only is brought into memory then."""
         if len(self._tiers) > 1 and len(self._timers) < _MAX_TIMERS:
-            heapq.heappush(self._timers, (when, next(self._numbers), tuple(digests), False))
+            heapq.heappush(self._timers, (when, next(self._numbers), digests, False))
 
     # Time, and news.
 
@@ -218,14 +218,16 @@ class SimulatedTiers:
         now = self._clock.now()
         while self._timers and self._timers[0][0] <= now:
             _, number, digests, is_there = heapq.heappop(self._timers)
-            below = [digest for digest in digests if not self._tiers[0].prefix((digest,)) and self._tiers[-1].prefix((digest,))]
+            missing = self._tiers[0].lacking(digests)
+            nowhere = set(self._tiers[-1].lacking(missing))
+            below = [digest for digest in missing if digest not in nowhere]
             if is_there:
                 self._promote(below, now)
             elif below:
                 began = max(now, self._free_at.get(DISK, 0.0))
                 there = began + len(below) * self._seconds[DISK] * self._config.time_scale
                 self._free_at[DISK] = there
-                heapq.heappush(self._timers, (there, number, tuple(below), True))
+                heapq.heappush(self._timers, (there, number, below, True))
         while self._promoted and next(iter(self._promoted.values())) < now - _USEFUL_FOR:
             self._promoted.popitem(last=False)
             self.useless_prefetches += 1

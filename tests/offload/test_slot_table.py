@@ -17,6 +17,7 @@ from offload.shared_locks import ByteLocks
 from offload.slot_layout import FREE, READY, WRITING
 from offload.slot_table import SlotTable
 from offload.table_file import remove_abandoned
+from prefix_cache.hashing import JoinedDigests
 from prefix_cache.worth import IDLE, PINNED, SHARED, SUPERSEDED, WAITING
 from tests.offload.blocks import digest_of
 
@@ -293,3 +294,56 @@ def test_locks_of_others_are_counted_one_by_one(tmp_path):
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.integers(0, 150), unique=True, max_size=120),
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 150), unique=True, max_size=140), st.integers(0, 4), st.integers(0, 2)), max_size=6
+    ),
+)
+def test_many_blocks_at_once_are_each_block_by_itself(
+    tmp_path_factory: pytest.TempPathFactory, there: list[int], marks: list
+) -> None:
+    # More blocks than buckets, so that chains are long.
+    table = SlotTable(tmp_path_factory.mktemp("table") / "t", KEY, 120, 64)
+    table.columns.buckets = 8
+    put(table, there)
+    worth = dict.fromkeys(there, (IDLE, 0.0, 0))
+    for numbers, standing, session in marks:
+        digests = [digest_of(number) for number in numbers]
+        known = [number for number in numbers if holds(table, number)]
+        assert set(known) == set(numbers) & set(there)
+        for number in known:
+            before, _, owner = worth[number]
+            shared = before == SHARED or (session and owner and owner != session)
+            now = SHARED if shared and standing != PINNED else standing
+            worth[number] = (now, 9.0 if standing in (WAITING, PINNED) else 0.0, session or owner)
+        assert table.mark(JoinedDigests(b"".join(digests)), standing, expected=9.0, session=session) == len(known)
+        found = [holds(table, number) for number in numbers]
+        assert table.prefix(digests) == (found.index(False) if False in found else len(found))
+        assert table.lacking(digests) == [digest_of(number) for number in numbers if number not in worth]
+        for number, (now, expected, owner) in worth.items():
+            slot = table.find(digest_of(number)).slot
+            columns = table.columns
+            assert (columns.at_standing[slot], columns.at_expected[slot], columns.at_session[slot]) == (now, expected, owner)
+    table.close()
+
+
+def test_many_blocks_of_a_damaged_table_are_missed_and_none_is_invented(tmp_path: Path) -> None:
+    table = SlotTable(tmp_path / "t", KEY, 64, 64)
+    put(table, list(range(40)))
+    digests = [digest_of(number) for number in range(40)]
+    slots = [table.find(digest).slot for digest in digests]
+    table.columns.at_length[slots[0]] = 65
+    table.columns.at_state[slots[1]] = WRITING
+    table.columns.at_high[slots[2]] ^= 1
+    table.columns.at_next[slots[3]] = slots[3] + 1  # a chain that bites its tail
+    table.columns.at_next[slots[4]] = 1 << 31
+    assert table.lacking(digests)[:3] == digests[:3]
+    assert all(table.find(digest) is None for digest in table.lacking(digests))
+    assert table.lacking([*digests, *(digest_of(number) for number in range(100, 200))])[-100:] == [
+        digest_of(number) for number in range(100, 200)
+    ]
+    table.close()

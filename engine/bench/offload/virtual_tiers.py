@@ -50,6 +50,9 @@ class VirtualTier:
                 return at
         return len(digests)
 
+    def lacking(self, digests: Sequence[BlockHash]) -> list[BlockHash]:
+        return [digest for digest in digests if digest not in self.has]
+
     def load(self, digest: BlockHash, into: Bytes) -> bool:
         return digest in self.has
 
