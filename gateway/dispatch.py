@@ -25,7 +25,8 @@ from gateway.workers.clients import open_client
 from gateway.workers.generation import Hooks, Limits, PooledGeneration
 from gateway.workers.member import Member, ProbeConfig
 from gateway.workers.pool import MakeClient, WorkerPool
-from gateway.workers.protocol import MAX_GATHER_SECONDS, GenerateRequest, RetentionHint, SamplingParams, WorkerInfo
+from gateway.workers.prompt_request import PromptRequest
+from gateway.workers.protocol import MAX_GATHER_SECONDS, RetentionHint, SamplingParams, WorkerInfo
 from gateway.workers.retention import RetentionHints
 from gateway.workers.spec import WorkerSpec
 from gateway.workers.tls import worker_tls
@@ -234,9 +235,9 @@ class PoolDispatcher:
             )
 
         generation = PooledGeneration(
-            GenerateRequest(
+            PromptRequest(
                 request_id=request_id,
-                packed_token_ids=prompt.packed_token_ids,
+                tokens=prompt.tokens,
                 sampling=sampling,
                 grammar=prompt.grammar,
                 priority=priority,

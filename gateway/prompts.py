@@ -14,6 +14,7 @@ from gateway.models import ServedModel
 from gateway.turn import Prompt, Turn, TurnError
 from gateway.workers.protocol import WorkerInfo
 from prefix_cache.hashing import JoinedDigests, block_digests, pack_tokens, root_digest
+from prefix_cache.packed_tokens import PackedTokens
 
 T = TypeVar("T")
 
@@ -145,7 +146,7 @@ class PromptBuilder:
             raise too_long(model, str(count), info, field)
         root = root_digest(bytes.fromhex(info.namespace), cache_salt)
         digests = tuple(block_digests(packed, root, info.block_size))
-        return Prompt(packed_token_ids=packed, digests=digests, grammar=grammar, cache_salt=cache_salt)
+        return Prompt(tokens=PackedTokens(packed), digests=digests, grammar=grammar, cache_salt=cache_salt)
 
 
 def _encoded(model: ServedModel, text: str, *, special: bool, field: str) -> list[int]:

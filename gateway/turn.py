@@ -16,6 +16,7 @@ from gateway.router.receipts import Decision
 from gateway.workers.protocol import Chunk, RetentionHint, SamplingParams, Started, WorkerInfo
 from grammar.thinking import Thinking
 from grammar.tools import ResponseFormat, Tool, ToolChoice, Unenforced
+from prefix_cache.packed_tokens import PackedTokens
 
 
 class TurnError(Exception):
@@ -86,13 +87,13 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a worker computes: token ids packed as little-endian uint32, plus the grammar source and what that does not hold.
+    """What a worker computes: token ids, plus the grammar source and what that does not hold.
 
     `digests` are the block hashes of the full blocks under the worker pool's namespace and the request's salt.
     `last_instance`: the worker that its session's last turn ran on, by its own id; "": not known.
     """
 
-    packed_token_ids: bytes
+    tokens: PackedTokens
     digests: Sequence[bytes]
     grammar: str | None = None
     cache_salt: str | None = None
@@ -101,7 +102,12 @@ class Prompt:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.packed_token_ids) // 4
+        return len(self.tokens)
+
+    @property
+    def packed_token_ids(self) -> bytes:
+        """All ids as little-endian uint32; put together for each who asks."""
+        return self.tokens.whole()
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ import xxhash
 
 from prefix_cache.hashing import DIGEST_BYTES as BLOCK_BYTES
 from prefix_cache.hashing import TOKEN_BYTES, pack_tokens, unpack_tokens
+from prefix_cache.packed_tokens import PackedTokens
 from sessions.digests import DIGEST_BYTES
 from sessions.ledger import SPAN_BYTES, Ledger, extend_blocks
 from sessions.records import SessionRecord
@@ -27,12 +28,26 @@ MAX_BLOCK_SIZE = 4096
 
 _MAGIC = b"TKS"
 _HEAD = struct.Struct("<3sBQ")
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(SessionRecord)
 
 
 class CodecError(Exception):
     """Bytes that are no record: cut, changed, of another format, or of something else. The message says which."""
+
+
+def _written(value: object) -> bytes:
+    if isinstance(value, PackedTokens):
+        return narrow(value.whole())
+    raise NotImplementedError(f"{type(value).__name__} has no place in a session record")
+
+
+def _read(kind: type, value: object) -> PackedTokens:
+    if kind is not PackedTokens or not isinstance(value, bytes):
+        raise ValueError(f"{type(value).__name__} where {kind.__name__} was expected")
+    return PackedTokens(widen(value))
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_written)
+_DECODER = msgspec.msgpack.Decoder(SessionRecord, dec_hook=_read)
 
 
 def encode_record(record: SessionRecord) -> bytes:
@@ -40,7 +55,6 @@ def encode_record(record: SessionRecord) -> bytes:
     branches = tuple(
         msgspec.structs.replace(
             ledger,
-            tokens=narrow(ledger.tokens),
             blocks=b"",
             pending=tuple(msgspec.structs.replace(item, token_ids=narrow(item.token_ids)) for item in ledger.pending),
         )
@@ -70,8 +84,7 @@ def decode_record(data: bytes) -> SessionRecord:
 
 
 def _restored(ledger: Ledger) -> Ledger:
-    """With wide ids and block hashes again. Raises ValueError for columns that do not fit together."""
-    tokens = widen(ledger.tokens)
+    """With wide ids of its answers, and block hashes again. Raises ValueError for columns that do not fit together."""
     if len(ledger.context) != DIGEST_BYTES or len(ledger.root) != BLOCK_BYTES:
         raise ValueError("a ledger's context or root is no digest")
     if not 1 <= ledger.block_size <= MAX_BLOCK_SIZE:
@@ -84,11 +97,11 @@ def _restored(ledger: Ledger) -> Ledger:
         if any(end < start for end, start in zip(ends, before, strict=True)):
             raise ValueError("the spans of a ledger are out of order")
         before = ends
-    if before[0] > ledger.num_messages or before[1] * TOKEN_BYTES > len(tokens):
+    if before[0] > ledger.num_messages or before[1] > len(ledger.tokens):
         raise ValueError("the spans of a ledger end behind its end")
     pending = tuple(msgspec.structs.replace(item, token_ids=widen(item.token_ids)) for item in ledger.pending)
-    blocks = extend_blocks(b"", tokens, ledger.root, ledger.block_size)
-    return msgspec.structs.replace(ledger, tokens=tokens, blocks=blocks, pending=pending)
+    blocks = extend_blocks(b"", ledger.tokens, ledger.root, ledger.block_size)
+    return msgspec.structs.replace(ledger, blocks=blocks, pending=pending)
 
 
 def narrow(packed: bytes) -> bytes:

@@ -18,7 +18,8 @@ The ids of a span are those of its text, or, for an assistant message that was g
 generated: a tokenizer would often give others for the same text, and every block after them would have to be computed again.
 
 Ledgers are immutable values. A turn makes a new one; a branch begins with `Ledger.cut`. Columns are `bytes`, packed
-little-endian, so that a ledger is written and read without looking at its parts.
+little-endian, so that a ledger is written and read without looking at its parts; token ids, the most of it, are in pieces that
+a ledger shares with the one it goes on from.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ import msgspec
 import xxhash
 
 from prefix_cache.hashing import DIGEST_BYTES as BLOCK_BYTES
-from prefix_cache.hashing import TOKEN_BYTES, joined_block_digests, unpack_tokens
+from prefix_cache.hashing import TOKEN_BYTES, joined_block_digests
+from prefix_cache.packed_tokens import NO_TOKENS, PackedTokens
 from sessions.digests import DIGEST_BYTES, NO_MEANING
 
 _SPAN = struct.Struct("<IIQQ16s")
@@ -80,7 +82,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
 
     `context`: digest of all that shapes the prompt beside the messages (model, template, tools, template variables).
     `root`: parent hash of the first block (namespace and cache salt). `messages`: exact digests, joined. `spans`: packed
-    `Span`s; the last may end before the last message, where the template's text could not be cut. `tokens`: packed ids of
+    `Span`s; the last may end before the last message, where the template's text could not be cut. `tokens`: ids of
     the prompt, `blocks`: joined hashes of its full blocks. `tail`: the text after the last span. `pending`: the
     answers, one for each choice. `generated_tokens`: how many of `tokens` the model generated. `reasoned`: some span's ids hold
     reasoning. `odd`: a user says what the template looks for in texts (gateway.histories.stability), None: nobody has looked.
@@ -93,7 +95,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     messages: bytes = b""
     spans: bytes = b""
-    tokens: bytes = b""
+    tokens: PackedTokens = NO_TOKENS
     blocks: bytes = b""
     tail: str = ""
     pending: tuple[Generated, ...] = ()
@@ -110,7 +112,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
-        return len(self.tokens) // TOKEN_BYTES
+        return len(self.tokens)
 
     @property
     def num_spans(self) -> int:
@@ -124,7 +126,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def nbytes(self) -> int:
         """About what it takes in memory."""
-        columns = len(self.messages) + len(self.spans) + len(self.tokens) + len(self.blocks) + 4 * len(self.tail)
+        columns = len(self.messages) + len(self.spans) + self.tokens.held_bytes + len(self.blocks) + 4 * len(self.tail)
         return columns + sum(len(item.token_ids) + 160 for item in self.pending) + _OVERHEAD
 
     def span(self, position: int) -> Span:
@@ -157,14 +159,14 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         """How many of the tokens of the first `spans` spans the model generated."""
         return self.generated_tokens if spans == self.num_spans else _generated(self.spans[: spans * SPAN_BYTES])
 
-    def extended(self, spans: int, ids: Iterable[bytes]) -> tuple[bytes, bytes]:
-        """Packed ids of the first `spans` spans and of `ids` after them, and the hashes of all their blocks. Each column is
-        copied once: of a long conversation it has hundreds of kilobytes."""
+    def extended(self, spans: int, ids: Iterable[bytes]) -> tuple[PackedTokens, bytes]:
+        """The first `spans` spans' ids with `ids` (packed) after them, and the hashes of all their blocks, which are copied
+        once: of a long conversation that is 100 kilobytes."""
         kept = self.end_of(spans).tokens
-        tokens = b"".join((memoryview(self.tokens)[: kept * TOKEN_BYTES], *ids))
+        tokens = self.tokens.extended(kept, ids)
         known = kept // self.block_size
         parent = self.blocks[(known - 1) * BLOCK_BYTES : known * BLOCK_BYTES] if known else self.root
-        fresh = tokens[known * self.block_size * TOKEN_BYTES :]
+        fresh = tokens.part(known * self.block_size)
         shared = memoryview(self.blocks)[: known * BLOCK_BYTES]
         return tokens, b"".join((shared, joined_block_digests(fresh, parent, self.block_size)))
 
@@ -224,19 +226,11 @@ def common_blocks(left: bytes, right: bytes) -> int:
     return low
 
 
-def common_tokens(left: bytes, right: bytes, known: int = 0) -> int:
-    """How many ids two prompts (packed) share from the beginning; they are known to share `known`."""
-    one, two = unpack_tokens(left)[known:], unpack_tokens(right)[known:]
-    size = min(len(one), len(two))
-    different = (one[:size] != two[:size]).nonzero()[0]
-    return known + (int(different[0]) if len(different) else size)
-
-
-def extend_blocks(blocks: bytes, tokens: bytes, root: bytes, block_size: int) -> bytes:
+def extend_blocks(blocks: bytes, tokens: PackedTokens, root: bytes, block_size: int) -> bytes:
     """Block hashes of `tokens`, of which `blocks` are the first: only new blocks are hashed."""
     known = len(blocks) // BLOCK_BYTES
     parent = blocks[-BLOCK_BYTES:] if blocks else root
-    fresh = tokens[known * block_size * TOKEN_BYTES :]
+    fresh = tokens.part(known * block_size)
     return blocks + joined_block_digests(fresh, parent, block_size)
 
 

@@ -15,10 +15,10 @@ from gateway.models import ServedModel
 from gateway.rendering import tool_dict
 from gateway.turn import SessionRef, Turn, TurnError
 from prefix_cache.hashing import pack_tokens, unpack_tokens
+from prefix_cache.packed_tokens import PackedTokens
 from sessions.explain.causes import Cause, Difference, first_difference
 from sessions.explain.conversation import Conversation
 from sessions.explain.misses import Miss
-from sessions.ledger import common_tokens
 from traces.history import RecordedTurn
 
 BLOCK_SIZE = 16
@@ -110,7 +110,7 @@ class Explainer:
         number, count = recorded.line.turn, len(prompt) // 4
         if left is None:
             return ExplainedTurn(name, number, count)
-        shared = common_tokens(left.tokens, prompt)
+        shared = PackedTokens(left.tokens).common(PackedTokens(prompt))
         # What the predecessor had and this turn has not is no loss: nobody computes it again.
         lost = min(len(left.tokens) // 4, count) - shared
         difference = first_difference(left.conversation, _conversation(recorded, turn))

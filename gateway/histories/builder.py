@@ -27,7 +27,8 @@ from gateway.models import ServedModel
 from gateway.outlines.outline import Outlines
 from gateway.rendering import tool_dict
 from gateway.turn import Turn
-from prefix_cache.hashing import TOKEN_BYTES, pack_tokens, unpack_tokens
+from prefix_cache.hashing import TOKEN_BYTES, list_tokens, pack_tokens
+from prefix_cache.packed_tokens import PackedTokens
 from sessions.continuation import Continuation, Divergence, Path
 from sessions.digests import DIGEST_BYTES, context_digest, meaning_digest, message_digests, split_reasoning
 from sessions.ledger import (
@@ -35,7 +36,6 @@ from sessions.ledger import (
     Generated,
     Ledger,
     Span,
-    common_tokens,
     extend_blocks,
     pack_spans,
     text_digest,
@@ -300,7 +300,7 @@ class _Work:
             if span.generated:
                 message = self._messages[span.messages - 1]
                 if reasoning_of(message) is None:
-                    ids = unpack_tokens(old.tokens)[start : span.tokens].tolist()
+                    ids = list_tokens(old.tokens.part(start, span.tokens))
                     said = self._builder.model.tokenizer.decode(ids).removeprefix(old.tail)
                     thought = split_reasoning(said)[0]
                     if thought:
@@ -386,7 +386,7 @@ class _Work:
         if self._returned is None or old is None:
             return 0
         start = old.num_messages
-        opening = old.tokens[old.end_of(old.num_spans).tokens * TOKEN_BYTES :]
+        opening = old.tokens.part(old.end_of(old.num_spans).tokens)
         frame: Frame | str = "opening_changed"
         if bool(opening) == bool(old.tail):  # else the text before the answer was too long to be kept
             said = partial(generated_text, self._returned.generated, self._builder.model.tokenizer)
@@ -448,11 +448,11 @@ class _Work:
             return None  # the answer stands behind what stood before it
         elif old.pending:
             cause, message = "generated", old.num_messages
-        elif not new.tokens.startswith(old.tokens):
+        elif not new.tokens.starts_with(old.tokens):
             cause, message = "template", old.num_messages
         else:
             return None
-        tokens = common_tokens(old.tokens, new.tokens, end.tokens)
+        tokens = new.tokens.common(old.tokens)
         return Divergence(cause, message, tokens, end.text_bytes, max(old.num_tokens + old.longest_answer - tokens, 0))  # type: ignore[arg-type]
 
     def _as_text(self, reason: str) -> Continuation:
@@ -461,10 +461,10 @@ class _Work:
         longest = self._builder.model.tokenizer.longest_token
         if len(text) // longest >= self._max_tokens:
             raise PromptTooLongError(len(text) // longest)
-        tokens = self._cutter.encode(text)
+        tokens = PackedTokens(self._cutter.encode(text))
         blocks = extend_blocks(b"", tokens, self._root, self._block_size)
         ledger = msgspec.structs.replace(self._empty(), messages=self._text.digests, tokens=tokens, blocks=blocks)
-        return Continuation(ledger=ledger, path="text", tokenised_tokens=len(tokens) // TOKEN_BYTES, fallbacks=(reason,))
+        return Continuation(ledger=ledger, path="text", tokenised_tokens=len(tokens), fallbacks=(reason,))
 
     def _empty(self) -> Ledger:
         return Ledger(context=self._text.context, root=self._root, block_size=self._block_size)

@@ -12,9 +12,8 @@ def orphaned_blocks(old: Ledger, new: Ledger, others: Sequence[Ledger], shared_b
     """Joined hashes of the blocks that `old` and its answers have and nobody else: neither `new`, which replaces it, nor the
     `others`, nor the first `shared_blocks`, which other sessions began with. Blocks of the first span stay as well: agents of
     one kind share their system prompt and tools, and nobody knows who else does."""
-    answers = [extend_blocks(old.blocks, old.tokens + item.token_ids, old.root, old.block_size) for item in old.pending] or [
-        old.blocks
-    ]
+    said = [old.tokens.extended(old.num_tokens, (item.token_ids,)) for item in old.pending]
+    answers = [extend_blocks(old.blocks, tokens, old.root, old.block_size) for tokens in said] or [old.blocks]
     keepers = [new.blocks, *(other.blocks for other in others)]
     first = -(-old.end_of(min(old.num_spans, 1)).tokens // old.block_size)
     own = len(old.blocks)

@@ -18,13 +18,13 @@ from gateway.rendering import tool_dict
 from gateway.running import Usage
 from gateway.turn import Turn
 from gateway.watching.config import MissesConfig
-from prefix_cache.hashing import TOKEN_BYTES, unpack_tokens
+from prefix_cache.hashing import list_tokens
 from sessions.continuation import Divergence
 from sessions.digests import DIGEST_BYTES, message_digest
 from sessions.explain.causes import Cause, Difference, first_difference
 from sessions.explain.conversation import Conversation
 from sessions.explain.misses import Left, Miss, MissLog, Place
-from sessions.ledger import Ledger, common_tokens
+from sessions.ledger import Ledger
 
 _RATE_KEEPS = 0.95
 _UNKNOWN_TEXT: Mapping[str, Cause] = {
@@ -200,8 +200,8 @@ class MissExplainer:
             if span.tokens > tokens:
                 break
             before = (span.tokens, span.text_bytes)
-        rest = ledger.tokens[before[0] * TOKEN_BYTES : tokens * TOKEN_BYTES]
-        text = self.decode(model, unpack_tokens(rest).tolist()) if rest else ""
+        rest = ledger.tokens.part(before[0], tokens)
+        text = self.decode(model, list_tokens(rest)) if rest else ""
         return before[1] + len(text.encode("utf-8", "surrogatepass"))
 
     def _seconds(self, model: str, tokens: int) -> float | None:
@@ -240,7 +240,7 @@ def _divergence(history: TurnHistory) -> Divergence | None:
     old = _predecessor(history)
     if made.predecessor is not None or old is None or old.root != made.ledger.root:
         return made.divergence
-    tokens = common_tokens(old.tokens, made.ledger.tokens)
+    tokens = made.ledger.tokens.common(old.tokens)
     return Divergence("message", 0, tokens, 0, max(old.num_tokens + old.longest_answer - tokens, 0))
 
 

@@ -12,13 +12,14 @@ import aiohttp
 import msgspec
 
 from gateway.workers.base import ChunkStream, WorkerRefusedError, WorkerUnavailableError
+from gateway.workers.prompt_request import prompt_of
 from gateway.workers.protocol import GenerateRequest, RetentionHint, WorkerInfo, WorkerStats
 from gateway.workers.spec import WorkerSpec
 from gateway.workers.sse_chunks import error_detail, error_of, is_refusal
 from gateway.workers.transport import BUSY, Patience, WorkerTransport, read_reply, retry_after
 from gateway.workers.vllm.events import VllmEvents
 from prefix_cache.events import KVMessage
-from prefix_cache.hashing import unpack_tokens
+from prefix_cache.hashing import list_tokens
 
 T = TypeVar("T")
 
@@ -174,10 +175,8 @@ class ForeignClient(ABC):
 
 def prompt_ids(request: GenerateRequest) -> list[int]:
     """The prompt's token ids, however the request carries them."""
-    if request.packed_token_ids is not None:
-        ids: list[int] = unpack_tokens(request.packed_token_ids).tolist()
-        return ids
-    return list(request.token_ids or ())
+    tokens = prompt_of(request)
+    return list_tokens(tokens.whole()) if tokens is not None else list(request.token_ids or ())
 
 
 def most_tokens(request: GenerateRequest, prompt_tokens: int, info: WorkerInfo) -> int:

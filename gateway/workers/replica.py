@@ -15,6 +15,7 @@ from gateway.workers.base import ChunkStream, WorkerRefusedError, WorkerUnavaila
 from gateway.workers.exchange import BrokenExchangeError
 from gateway.workers.exchanges import Exchanges
 from gateway.workers.ndjson import NdjsonStream
+from gateway.workers.prompt_request import wired
 from gateway.workers.protocol import (
     AbortReply,
     AbortRequest,
@@ -125,7 +126,7 @@ class ReplicaClient:
         return stream
 
     async def _generate(self, request: GenerateRequest, headers: Mapping[str, str]) -> ChunkStream:
-        body = msgspec.msgpack.encode(request)
+        body = msgspec.msgpack.encode(wired(request))
         answer = await self._exchanges.post("/v1/generate", body, "application/msgpack", headers)
         if answer.status == 200:
             return ReplicaStream(answer, self._url)

@@ -10,12 +10,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-import msgspec
-import xxhash
-
+from gateway.workers.prompt_request import prompt_of, wired
 from gateway.workers.protocol import GenerateRequest, PromptPrefix
 
-_TOKEN_BYTES = 4
 _MIN_TOKENS = 1024
 """Shorter beginnings are sent again: looking them up costs as much."""
 
@@ -35,21 +32,22 @@ class SentPrompts:
 
     def shortened(self, request: GenerateRequest) -> GenerateRequest:
         """The request without the beginning that the worker knows; itself where it knows none."""
-        packed, session = request.packed_token_ids, _session(request)
+        session = _session(request)
         known = self._sent.get(session) if session is not None else None
-        if packed is None or known is None:
+        tokens = prompt_of(request) if known is not None else None
+        if tokens is None or known is None:
             return request
-        length = known.tokens * _TOKEN_BYTES
-        if length > len(packed) or xxhash.xxh3_128_digest(memoryview(packed)[:length]) != known.digest:
+        if known.tokens > len(tokens) or tokens.digest(known.tokens) != known.digest:
             return request
-        return msgspec.structs.replace(request, packed_token_ids=packed[length:], prefix=known)
+        return wired(request, known)
 
     def accepted(self, request: GenerateRequest) -> None:
         """The worker has this prompt now. `request`: whole."""
-        packed, session = request.packed_token_ids, _session(request)
-        if packed is None or session is None or len(packed) < _MIN_TOKENS * _TOKEN_BYTES:
+        session = _session(request)
+        tokens = prompt_of(request) if session is not None else None
+        if tokens is None or session is None or len(tokens) < _MIN_TOKENS:
             return
-        self._sent[session] = PromptPrefix(len(packed) // _TOKEN_BYTES, xxhash.xxh3_128_digest(packed))
+        self._sent[session] = PromptPrefix(len(tokens), tokens.digest(len(tokens)))
         self._sent.move_to_end(session)
         if len(self._sent) > self._capacity:
             self._sent.popitem(last=False)

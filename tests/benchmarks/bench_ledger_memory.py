@@ -17,6 +17,7 @@ import psutil
 
 from gateway.config import SessionsConfig
 from prefix_cache.hashing import iter_block_digests
+from prefix_cache.packed_tokens import PackedTokens
 from sessions.ledger import Ledger, Span, pack_spans
 from sessions.memory_store import MemoryLedgerStore
 from sessions.records import SessionRecord
@@ -32,7 +33,7 @@ def make(key: str, tokens: int, messages: int) -> SessionRecord:
         block_size=16,
         messages=os.urandom(16 * messages),
         spans=pack_spans(spans),
-        tokens=ids,
+        tokens=PackedTokens(ids),
         blocks=b"".join(iter_block_digests(ids, bytes(16), 16)),
         tail="<|im_start|>assistant\n",
         worker="replica-0",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from prefix_cache.hashing import pack_tokens
+from prefix_cache.packed_tokens import PackedTokens
 from sessions.digests import NO_MEANING, message_digests
 from sessions.ledger import Ledger, Span, extend_blocks, pack_spans, text_digest
 from sessions.records import SessionRecord
@@ -14,7 +15,7 @@ ROOT = b"r" * 16
 
 def a_ledger(texts: list[str], *, generated: tuple[int, ...] = (), block_size: int = 4, tokens_each: int = 3) -> Ledger:
     """One message and one span for each text, `tokens_each` ids for each; `generated`: positions of generated ones."""
-    ids = pack_tokens(range(len(texts) * tokens_each))
+    ids = PackedTokens(pack_tokens(range(len(texts) * tokens_each)))
     spans = []
     end = 0
     for position, text in enumerate(texts):
@@ -39,7 +40,7 @@ def a_record(key: str, *ledgers: Ledger, tenant: str = "t", version: int = 1, ep
 
 def a_large_ledger(num_tokens: int, num_messages: int) -> Ledger:
     """Random ids, as long as asked for."""
-    ids = os.urandom(num_tokens * 4)
+    ids = PackedTokens(os.urandom(num_tokens * 4))
     each = num_tokens // num_messages
     spans = [Span(at + 1, (at + 1) * each, (at + 1) * each * 4, at) for at in range(num_messages)]
     return Ledger(

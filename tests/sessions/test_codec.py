@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefix_cache.hashing import pack_tokens, unpack_tokens
+from prefix_cache.packed_tokens import PackedTokens
 from sessions.codec import FORMAT, CodecError, decode_record, encode_record, narrow, widen
 from sessions.digests import NO_MEANING
 from sessions.ledger import Generated, Ledger, Span, extend_blocks, pack_spans
@@ -24,9 +25,9 @@ seconds = st.floats(0, 1e12)
 
 @st.composite
 def ledgers(draw):
-    tokens = pack_tokens(draw(ids))
+    tokens = PackedTokens(pack_tokens(draw(ids)))
     count = draw(st.integers(0, 4))
-    ends = [sorted(draw(st.lists(st.integers(0, top), min_size=count, max_size=count))) for top in (6, len(tokens) // 4, 10**9)]
+    ends = [sorted(draw(st.lists(st.integers(0, top), min_size=count, max_size=count))) for top in (6, len(tokens), 10**9)]
     spans = [Span(*end, draw(st.integers(0, 2**64 - 1)), draw(digest | st.just(NO_MEANING))) for end in zip(*ends, strict=True)]
     root, block_size = draw(digest), draw(st.integers(1, 16))
     pending = draw(st.lists(st.builds(Generated, digest, ids.map(pack_tokens), st.booleans(), st.booleans()), max_size=2))
@@ -127,7 +128,7 @@ def sealed(payload):
 )
 def test_columns_that_do_not_fit_together_are_refused(changes):
     ledger = msgspec.structs.replace(a_ledger(["a", "b"]), blocks=b"")
-    ledger = msgspec.structs.replace(ledger, tokens=narrow(ledger.tokens))
+    ledger = msgspec.structs.replace(ledger, tokens=narrow(ledger.tokens.whole()))
     good = a_record("s", ledger)
     assert decode_record(sealed(msgspec.msgpack.encode(good))).key == "s"
     bad = msgspec.structs.replace(good, branches=(msgspec.structs.replace(ledger, **changes),))
@@ -148,7 +149,7 @@ def test_fields_come_and_go_within_a_format():
 
 def test_a_long_conversation_takes_little_more_than_two_bytes_a_token():
     ledger = a_large_ledger(100_000, 200)
-    small = pack_tokens(unpack_tokens(ledger.tokens) % 49_152)
+    small = PackedTokens(pack_tokens(unpack_tokens(ledger.tokens.whole()) % 49_152))
     blocks = extend_blocks(b"", small, ledger.root, ledger.block_size)
     record = a_record("s", msgspec.structs.replace(ledger, tokens=small, blocks=blocks))
     data = encode_record(record)

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefix_cache.hashing import block_digests, pack_tokens
+from prefix_cache.packed_tokens import NO_TOKENS, PackedTokens
 from sessions.digests import NO_MEANING, meaning_digest, message_digests, prefix_name, prefix_names, split_reasoning
 from sessions.ledger import Span, common_blocks, common_messages, extend_blocks
 from tests.sessions.ledgers import ROOT, a_large_ledger, a_ledger
@@ -29,11 +30,11 @@ def test_a_cut_keeps_what_lies_before_it() -> None:
     part = ledger.cut(2)
     assert part.num_messages == 2
     assert part.num_tokens == 6
-    assert part.tokens == ledger.tokens[:24]
+    assert part.tokens.whole() == ledger.tokens.whole()[:24]
     assert part.blocks == ledger.blocks[:16]  # one full block of four in six tokens
     assert part.generated_tokens == 3
     assert part.end_of(2) == Span(2, 6, 3, ledger.span(1).text_hash, ledger.span(1).meaning)
-    assert ledger.cut(0).tokens == b""
+    assert ledger.cut(0).tokens == NO_TOKENS
     assert ledger.cut(0).end_of(0) == (0, 0, 0, 0, NO_MEANING)
 
 
@@ -64,8 +65,8 @@ def test_common_messages_and_blocks_are_the_shared_prefix(left: list[int], right
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.integers(0, 40), st.integers(1, 5))
 def test_extended_blocks_are_those_of_the_whole(ids: list[int], known: int, block_size: int) -> None:
-    first = extend_blocks(b"", pack_tokens(ids[:known]), ROOT, block_size)
-    assert extend_blocks(first, pack_tokens(ids), ROOT, block_size) == b"".join(
+    first = extend_blocks(b"", PackedTokens(pack_tokens(ids[:known])), ROOT, block_size)
+    assert extend_blocks(first, PackedTokens(pack_tokens(ids)), ROOT, block_size) == b"".join(
         block_digests(pack_tokens(ids), ROOT, block_size)
     )
 

@@ -61,7 +61,7 @@ class Agent:
         text = self.builder.describe(turn)
         match = self.builder.match(text, self.branches, root, turn.messages)
         made = self.builder.build(turn, text, match, root=root, block_size=block_size, max_tokens=10**6)
-        assert b"".join(block_digests(made.ledger.tokens, root, block_size)) == made.ledger.blocks
+        assert b"".join(block_digests(made.ledger.tokens.whole(), root, block_size)) == made.ledger.blocks
         check_spans(made.ledger)
         self.branches = [made.ledger, *self.branches][:4]
         return made
@@ -88,7 +88,7 @@ class Agent:
 
 
 def prompt_ids(continuation):
-    return unpack_tokens(continuation.ledger.tokens).tolist()
+    return unpack_tokens(continuation.ledger.tokens.whole()).tolist()
 
 
 def check_spans(ledger):

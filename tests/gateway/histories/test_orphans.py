@@ -4,6 +4,7 @@ import msgspec
 
 from gateway.histories.orphans import orphaned_blocks
 from prefix_cache.hashing import block_digests, pack_tokens
+from prefix_cache.packed_tokens import NO_TOKENS, PackedTokens
 from sessions.ledger import Generated, extend_blocks
 from tests.sessions.ledgers import ROOT, a_ledger
 
@@ -13,7 +14,7 @@ def blocks(*ids):
 
 
 def with_tokens(ledger, *ids):
-    packed = pack_tokens(ids)
+    packed = PackedTokens(pack_tokens(ids))
     return msgspec.structs.replace(ledger, tokens=packed, blocks=extend_blocks(b"", packed, ROOT, 4))
 
 
@@ -42,5 +43,5 @@ def test_what_others_have_stays():
 
 
 def test_the_first_message_stays_whoever_has_it():
-    nobody = msgspec.structs.replace(OLD, tokens=b"", blocks=b"")
+    nobody = msgspec.structs.replace(OLD, tokens=NO_TOKENS, blocks=b"")
     assert orphaned_blocks(OLD, nobody, [], 0) == blocks(*range(18))[16:]

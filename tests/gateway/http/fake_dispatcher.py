@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from gateway.turn import Receipt, TurnError
 from gateway.workers.protocol import Done, Finished, Started, TokenLogprob, Tokens, WorkerInfo
 from prefix_cache.hashing import pack_tokens, unpack_tokens
-from sessions.ledger import common_tokens
+from prefix_cache.packed_tokens import PackedTokens
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
@@ -73,7 +73,7 @@ class FakeGeneration:
         if self.script.cached < ALL:
             return self.script.cached
         prompt = self.request["prompt"]
-        shared = max((common_tokens(one, prompt.packed_token_ids) for one in self.dispatcher.computed), default=0)
+        shared = max((prompt.tokens.common(PackedTokens(one)) for one in self.dispatcher.computed), default=0)
         return min(shared, prompt.num_tokens - 1)
 
     async def started(self):

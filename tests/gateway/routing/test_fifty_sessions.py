@@ -18,6 +18,7 @@ from gateway.supervision.supervisor import Supervisor
 from gateway.turn import Prompt, SessionRef, TurnError
 from gateway.workers.protocol import Done, SamplingParams, Tokens
 from prefix_cache.hashing import block_digests, pack_tokens, root_digest
+from prefix_cache.packed_tokens import PackedTokens
 
 REPLICAS = 3
 SESSIONS = 50
@@ -73,7 +74,7 @@ async def turn(dispatcher, session, history, turn_id, max_tokens=8):
         request_id=f"{session}-{turn_id}",
         model="simulated",
         session=SessionRef("", session),
-        prompt=Prompt(pack_tokens(history), tuple(block_digests(history, root, info.block_size))),
+        prompt=Prompt(PackedTokens(pack_tokens(history)), tuple(block_digests(history, root, info.block_size))),
         sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0),
         priority=0,
         trace_headers={},

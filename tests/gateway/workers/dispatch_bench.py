@@ -6,6 +6,7 @@ from gateway.dispatch import PoolConfig, PoolDispatcher
 from gateway.turn import Prompt, SessionRef
 from gateway.workers.protocol import SamplingParams
 from prefix_cache.hashing import block_digests, pack_tokens
+from prefix_cache.packed_tokens import PackedTokens
 
 ROOT = bytes(16)
 
@@ -35,7 +36,7 @@ class Bench:
         return next(view for view in self.dispatcher.workers() if view.name == name)
 
     async def send(self, request_id="r", tokens=range(40), session="s", model="m", known_as=None, whole=False, **kwargs):
-        prompt = Prompt(pack_tokens(tokens), tuple(block_digests(list(tokens), ROOT, 4)))
+        prompt = Prompt(PackedTokens(pack_tokens(tokens)), tuple(block_digests(list(tokens), ROOT, 4)))
         return await self.dispatcher.dispatch(
             request_id=request_id,
             model=model,

@@ -14,6 +14,7 @@ from gateway.dispatch import PoolConfig, PoolDispatcher
 from gateway.turn import Prompt, SessionRef, TurnError
 from gateway.workers.protocol import Done, Finished, SamplingParams, Started, TokenLogprob, Tokens
 from prefix_cache.hashing import pack_tokens
+from prefix_cache.packed_tokens import PackedTokens
 
 PROMPT = 8
 
@@ -194,7 +195,7 @@ async def ask(dispatcher, **sampling):
         request_id="r",
         model="m",
         session=SessionRef("t", "s"),
-        prompt=Prompt(pack_tokens(range(PROMPT)), ()),
+        prompt=Prompt(PackedTokens(pack_tokens(range(PROMPT))), ()),
         sampling=SamplingParams(**{"max_tokens": 500, **sampling}),
         priority=0,
         trace_headers={},

@@ -19,6 +19,7 @@ from gateway.workers.spec import WorkerSpec
 from gateway.workers.tls import worker_tls
 from gateway.workers.transport import Patience
 from prefix_cache.hashing import pack_tokens
+from prefix_cache.packed_tokens import PackedTokens
 from tests.certificates import Authority, needs_openssl, self_signed
 
 pytestmark = needs_openssl
@@ -90,7 +91,7 @@ async def send(dispatcher, number):
         request_id=f"r{number}",
         model="m",
         session=SessionRef("t", "s"),
-        prompt=Prompt(pack_tokens(range(100)), ()),
+        prompt=Prompt(PackedTokens(pack_tokens(range(100))), ()),
         sampling=SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True),
         priority=0,
         trace_headers={},

@@ -20,6 +20,7 @@ from gateway.workers.transport import Patience
 from gateway.workers.vllm.client import VllmClient
 from gateway.workers.vllm.metrics import parse_metrics
 from prefix_cache.hashing import block_digests, pack_tokens, root_digest
+from prefix_cache.packed_tokens import PackedTokens
 from prefix_cache.vllm_wire import ForeignCleared, ForeignRemoved, ForeignStored
 
 ROOT = foreign_namespace("m", 4)
@@ -174,7 +175,7 @@ async def ask(dispatcher, tokens, model="m", salt=None, root=ROOT):
         request_id="r",
         model=model,
         session=SessionRef("t", None),
-        prompt=Prompt(pack_tokens(tokens), digests, cache_salt=salt),
+        prompt=Prompt(PackedTokens(pack_tokens(tokens)), digests, cache_salt=salt),
         sampling=SamplingParams(max_tokens=1),
         priority=0,
         trace_headers={},
