@@ -78,7 +78,7 @@ class HostArena:
     def prefix(self, digests: Sequence[BlockHash]) -> int:
         return self.table.prefix(digests)
 
-    def lacking(self, digests: Sequence[BlockHash]) -> list[BlockHash]:
+    def lacking(self, digests: Sequence[BlockHash]) -> Sequence[BlockHash]:
         return self.table.lacking(digests)
 
     def load(self, digest: BlockHash, into: Bytes) -> bool:

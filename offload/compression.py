@@ -50,7 +50,7 @@ class CompressedTier:
     def prefix(self, digests: Sequence[BlockHash]) -> int:
         return self._inner.prefix(digests)
 
-    def lacking(self, digests: Sequence[BlockHash]) -> list[BlockHash]:
+    def lacking(self, digests: Sequence[BlockHash]) -> Sequence[BlockHash]:
         return self._inner.lacking(digests)
 
     def load(self, digest: BlockHash, into: Bytes) -> bool:

@@ -135,7 +135,7 @@ class DiskStore:
     def prefix(self, digests: Sequence[BlockHash]) -> int:
         return self.table.prefix(digests)
 
-    def lacking(self, digests: Sequence[BlockHash]) -> list[BlockHash]:
+    def lacking(self, digests: Sequence[BlockHash]) -> Sequence[BlockHash]:
         return self.table.lacking(digests)
 
     def load(self, digest: BlockHash, into: Bytes) -> bool:

@@ -65,9 +65,9 @@ class GuardedTier:
     def prefix(self, digests: Sequence[BlockHash]) -> int:
         return self._try(self._reading, lambda: self.inner.prefix(digests), 0)
 
-    def lacking(self, digests: Sequence[BlockHash]) -> list[BlockHash]:
-        missing: list[BlockHash] | None = self._try(self._reading, lambda: self.inner.lacking(digests), None)
-        return list(digests) if missing is None else missing
+    def lacking(self, digests: Sequence[BlockHash]) -> Sequence[BlockHash]:
+        missing: Sequence[BlockHash] | None = self._try(self._reading, lambda: self.inner.lacking(digests), None)
+        return digests if missing is None else missing
 
     def load(self, digest: BlockHash, into: Bytes) -> bool:
         began = time.perf_counter()

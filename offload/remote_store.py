@@ -65,7 +65,7 @@ class RemoteStore:
                 return count
         return len(digests)
 
-    def lacking(self, digests: Sequence[BlockHash]) -> list[BlockHash]:
+    def lacking(self, digests: Sequence[BlockHash]) -> Sequence[BlockHash]:
         known = self._known
         return [digest for digest in digests if digest not in known]
 

@@ -67,9 +67,9 @@ class ReopeningTier:
         with self._using() as tier:
             return 0 if tier is None else tier.prefix(digests)
 
-    def lacking(self, digests: Sequence[BlockHash]) -> list[BlockHash]:
+    def lacking(self, digests: Sequence[BlockHash]) -> Sequence[BlockHash]:
         with self._using() as tier:
-            return list(digests) if tier is None else tier.lacking(digests)
+            return digests if tier is None else tier.lacking(digests)
 
     def load(self, digest: BlockHash, into: Bytes) -> bool:
         with self._using() as tier:

@@ -128,10 +128,10 @@ class SlotTable:
             start, stop = stop, len(digests)
         return len(digests)
 
-    def lacking(self, digests: Sequence[BlockHash]) -> list[BlockHash]:
+    def lacking(self, digests: Sequence[BlockHash]) -> Sequence[BlockHash]:
         """Those of `digests` that are not there, in order."""
-        joined = as_joined(digests)
-        return [joined[at] for at in np.flatnonzero(self._slots_of(joined) == NOWHERE).tolist()]
+        digests = as_joined(digests)
+        return digests.where(self._slots_of(digests) == NOWHERE)
 
     def _slots_of(self, digests: Sequence[BlockHash]) -> npt.NDArray[np.intp]:
         """[digests]: the slots in which they lie, or NOWHERE."""

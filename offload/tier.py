@@ -50,7 +50,7 @@ class Tier(Protocol):
     def prefix(self, digests: Sequence[BlockHash]) -> int:
         """How many of `digests`, counted from the first, seem to be there. Cheap; loading has the last word."""
 
-    def lacking(self, digests: Sequence[BlockHash]) -> list[BlockHash]:
+    def lacking(self, digests: Sequence[BlockHash]) -> Sequence[BlockHash]:
         """Those of `digests` that seem not to be there, in order. Cheap."""
 
     def load(self, digest: BlockHash, into: Bytes) -> bool:

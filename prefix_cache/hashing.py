@@ -147,6 +147,14 @@ class JoinedDigests(Sequence[BlockHash]):
     def __iter__(self) -> Iterator[BlockHash]:
         return iter(split_digests(self.joined))
 
+    def where(self, chosen: npt.NDArray[np.bool_]) -> JoinedDigests:
+        """Those that `chosen` [digests] names."""
+        return (
+            self
+            if chosen.all()
+            else JoinedDigests(np.frombuffer(self.joined, dtype=np.uint8).reshape(-1, DIGEST_BYTES)[chosen].tobytes())
+        )
+
     def __eq__(self, other: object) -> bool:
         return self.joined == other.joined if isinstance(other, JoinedDigests) else NotImplemented
 

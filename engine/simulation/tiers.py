@@ -219,8 +219,11 @@ class SimulatedTiers:
         while self._timers and self._timers[0][0] <= now:
             _, number, digests, is_there = heapq.heappop(self._timers)
             missing = self._tiers[0].lacking(digests)
-            nowhere = set(self._tiers[-1].lacking(missing))
-            below = [digest for digest in missing if digest not in nowhere]
+            nowhere = self._tiers[-1].lacking(missing)
+            below: Sequence[BlockHash] = ()
+            if len(nowhere) < len(missing):
+                gone = set(nowhere)
+                below = [digest for digest in missing if digest not in gone]
             if is_there:
                 self._promote(below, now)
             elif below:

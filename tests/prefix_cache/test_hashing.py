@@ -123,6 +123,12 @@ def test_a_chain_grows_and_reads_as_a_sequence():
     assert list(chain) == digests
     assert [chain[0], chain[4], chain[-1]] == [digests[0], digests[4], digests[4]]
     assert isinstance(chain[1:3], JoinedDigests)
+    chosen = [False, True, True, False, True]
+    assert list(chain.frozen().where(np.array(chosen))) == [
+        digest for digest, is_in in zip(digests, chosen, strict=True) if is_in
+    ]
+    assert chain.frozen().where(np.ones(5, dtype=bool)) == chain.frozen()
+    assert len(chain.frozen().where(np.zeros(5, dtype=bool))) == 0
     assert [list(chain[1:3]), list(chain[3:]), list(chain[9:]), list(chain[::2])] == [
         digests[1:3],
         digests[3:],

@@ -50,7 +50,7 @@ class VirtualTier:
                 return at
         return len(digests)
 
-    def lacking(self, digests: Sequence[BlockHash]) -> list[BlockHash]:
+    def lacking(self, digests: Sequence[BlockHash]) -> Sequence[BlockHash]:
         return [digest for digest in digests if digest not in self.has]
 
     def load(self, digest: BlockHash, into: Bytes) -> bool:
