@@ -14,6 +14,7 @@ from pathlib import Path
 
 from cli.config import ConfigError
 from cli.discovery import found_workers
+from cli.long_lived import freeze_loaded, keep_freed_memory
 from cli.serving import ProcessPlan, ServePlan, open_gateway
 from gateway.server import ListenError
 from gateway.supervision.supervisor import ReplicaStartError
@@ -40,6 +41,7 @@ def main() -> int:
 
 async def _serve(plan: ServePlan, number: int, path: Path) -> int:
     stop = asyncio.Event()
+    keep_freed_memory()
     loop = asyncio.get_running_loop()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, stop.set)
@@ -50,6 +52,7 @@ async def _serve(plan: ServePlan, number: int, path: Path) -> int:
         sources=found_workers(plan.discovery)[1] if plan.discovery is not None else (),
     )
     async with open_gateway(mine, process=ProcessPlan(path)):
+        freeze_loaded()
         await stop.wait()
     return 0
 

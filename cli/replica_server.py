@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from cli.long_lived import freeze_loaded
 from cli.sizes import MemorySize
 from engine.checkpoints import CheckpointError
 from engine.config import ConfigError
@@ -87,6 +88,7 @@ def run_server(load: Callable[[], EngineCore[Any]], address: Address, options: M
     from engine.thread import EngineThreadConfig
 
     def announce(ready: Ready) -> None:
+        freeze_loaded()
         click.echo(json.dumps({"event": "ready", **asdict(ready)}))
         sys.stdout.flush()
 

@@ -30,6 +30,7 @@ from cli.config import (
     load_file,
 )
 from cli.discovery import found_workers
+from cli.long_lived import freeze_loaded, keep_freed_memory
 from cli.model import fetch, own_name
 from cli.processes import RunningProcesses, open_processes
 from cli.serving import DiscoveryOptions, ReplicaPlan, RunningGateway, ServePlan, open_gateway
@@ -400,6 +401,7 @@ def _headers(given: tuple[str, ...]) -> dict[str, str]:
 async def serve(plan: ServePlan, console: Console) -> int:
     """Serves until a signal comes. Returns the exit code. Raises what `open_gateway` and ReplicaStartError say."""
     stop = _stop_on_signals()
+    keep_freed_memory()
     status = Status("Starting", console=console) if console.is_terminal else None
 
     def forward(name: str, line: str) -> None:
@@ -411,6 +413,7 @@ async def serve(plan: ServePlan, console: Console) -> int:
     async with opened as gateway:
         if not await _loaded(gateway, plan, console, status, stop):
             return 0
+        freeze_loaded()
         _announce(gateway, plan, console)
         await _first(gateway.failed(), stop)
         console.print("Stopping: streams may finish.")

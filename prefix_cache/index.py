@@ -438,23 +438,23 @@ class ResidencyIndex:
         masks, interned = self._masks, self._interned
         bit, reported = 1 << slot.shift + number, REPORTED_BITS << slot.shift
         not_predicted = ~(1 << slot.shift + PREDICTED)
-        fresh = interned.setdefault(bit, bit)
-        blocks = added = 0
         # From the end, so that the end is forgotten first.
-        for start in range(len(joined) // DIGEST_BYTES * DIGEST_BYTES - DIGEST_BYTES, -1, -DIGEST_BYTES):
-            digest = joined[start : start + DIGEST_BYTES]
-            mask = masks.get(digest)
-            if mask is None:
-                masks[digest] = fresh
-                blocks += 1
-            elif mask & bit:
+        whole = len(joined) // DIGEST_BYTES * DIGEST_BYTES
+        digests = [joined[start : start + DIGEST_BYTES] for start in range(whole - DIGEST_BYTES, -1, -DIGEST_BYTES)]
+        held = list(map(masks.get, digests))
+        # Nobody holds most of them: they are new.
+        new = dict.fromkeys([digest for digest, mask in zip(digests, held, strict=True) if mask is None])
+        masks.update(dict.fromkeys(new, interned.setdefault(bit, bit)))
+        blocks = added = len(new)
+        for digest in [digest for digest, mask in zip(digests, held, strict=True) if mask is not None]:
+            mask = masks[digest]
+            if mask & bit:
                 continue
-            else:
-                if not mask & reported:
-                    blocks += 1
-                # What is held need not be expected any more.
-                mask = (mask | bit) & not_predicted
-                masks[digest] = interned.setdefault(mask, mask)
+            if not mask & reported:
+                blocks += 1
+            # What is held need not be expected any more.
+            mask = (mask | bit) & not_predicted
+            masks[digest] = interned.setdefault(mask, mask)
             added += 1
         slot.blocks += blocks
         if number:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,11 +27,18 @@ from gateway.apis.body_pieces import BodyPieces
 _MIN_BYTES = 8192
 """Shorter ones are parsed in less time than they are found."""
 _FIRST_STEP = _MIN_BYTES // 2
+_STEPS = 4
+"""One is so many times the one before."""
 _MESSAGE_BYTES = 600
 """Of a message's dicts, beside its text."""
+_SPACES = rb"[ \t\r\n]*+"
+_TEXT = rb'"[^"\\]*+(?:\\.[^"\\]*+)*"'
 _PLAIN_HEAD = re.compile(
-    rb'[ \t\r\n]*+\{(?:[ \t\r\n]*+"[^"\\]*+"[ \t\r\n]*+:[ \t\r\n]*+(?:"(?:[^"\\]|\\.)*+"|[0-9.eE+-]++|true|false|null)'
-    rb'[ \t\r\n]*+,)*+[ \t\r\n]*+"messages"[ \t\r\n]*+:[ \t\r\n]*+\[',
+    # Before 3.11.5 re matches a possessive group that holds alternatives wrongly (CPython issue 106052).
+    _SPACES
+    + rb"\{(?:"
+    + _SPACES.join((b"", rb'"[^"\\]*+"', b":", rb"(?:" + _TEXT + rb"|[0-9.eE+-]++|true|false|null)", b",)*"))
+    + _SPACES.join((b"", b'"messages"', b":", rb"\[")),
     re.DOTALL,
 )
 _TAIL_FACTOR = 4
@@ -99,7 +106,7 @@ class Remembered:
 
 class _Place(NamedTuple):
     """Where a body parts from what is known. `hasher`: has taken all before `entry.end`; `steps`: digests of the body's first
-    2**n bytes."""
+    bytes, at each step."""
 
     entry: _Entry
     hasher: xxhash.xxh3_128
@@ -110,8 +117,8 @@ class Following:
     """A body on its way in, compared with what is known to begin like it. Its bytes are hashed as they come, once and while the
     caches hold them; the whole is never put together for that. `pieces`: what came.
 
-    Entries are filed by the digest of their first 2**n bytes, n as large as they have: at every power of two the memory
-    is asked who begins so, and where one of those ends, whether it is the one."""
+    Entries are filed by the digest of as many of their first bytes as a step has (4096, four times as many, and so on): at
+    every step the memory is asked who begins so, and where one of those ends, whether it is the one."""
 
     def __init__(self, memo: BodyMemo, tenant: str) -> None:
         self.tenant = tenant
@@ -145,8 +152,8 @@ class Following:
         if at == self._step:
             self._key = self.tenant, at, digest
             self._steps[at] = digest
-            self._step *= 2
-            self._ends = sorted({entry.end for entry in self._memo.filed(self._key)}, reverse=True)
+            self._step *= _STEPS
+            self._ends = self._memo.ends(self._key)
         if self._ends and self._ends[-1] == at:
             self._ends.pop()
             entry = self._memo.entry(self._key, digest)
@@ -233,12 +240,14 @@ class BodyMemo:
             bucket = next(iter(self._entries.values()))
             self._drop(next(iter(bucket.values())))
 
-    def filed(self, key: _Key) -> Iterable[_Entry]:
-        """Entries of a tenant that begin with so many bytes of such a digest, and have fewer than twice as many."""
-        return self._entries.get(key, {}).values()
+    def ends(self, key: _Key) -> list[int]:
+        """Where the entries of a tenant end that begin with so many bytes of such a digest and reach to no further step, the
+        nearest last."""
+        filed = self._entries.get(key)
+        return sorted({entry.end for entry in filed.values()}, reverse=True) if filed is not None else []
 
     def entry(self, key: _Key, digest: bytes) -> _Entry | None:
-        """The one of `filed` all of whose messages have this digest."""
+        """The one of those under `key` all of whose messages have this digest."""
         return self._entries.get(key, {}).get(digest)
 
     def _drop(self, entry: _Entry) -> None:
@@ -251,7 +260,11 @@ class BodyMemo:
 
 
 def _step(length: int) -> int:
-    return 1 << (length.bit_length() - 1)
+    """The last step that a body of this length reaches; it reaches the first."""
+    step = _FIRST_STEP
+    while step * _STEPS <= length:
+        step *= _STEPS
+    return step
 
 
 def _held(text: bytes) -> int:
