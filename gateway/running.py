@@ -96,15 +96,15 @@ class RunningTurn:
     @property
     def workers(self) -> str:
         """The workers' names, each once."""
-        if self._alone:
-            return self.receipts[0].worker
+        if self._alone and self._released is None:
+            return self._generations[0].receipt.worker
         return ",".join(dict.fromkeys(receipt.worker for receipt in self.receipts))
 
     @property
     def instances(self) -> str:
         """The workers' instance ids, each once; "" where one is not known."""
-        if self._alone:
-            return self.receipts[0].instance
+        if self._alone and self._released is None:
+            return self._generations[0].receipt.instance
         ids = dict.fromkeys(receipt.instance for receipt in self.receipts)
         return ",".join(ids) if all(ids) else ""
 
@@ -123,6 +123,8 @@ class RunningTurn:
     @property
     def worker_seconds(self) -> tuple[float, float]:
         """What workers spent on prefill and on decoding; known once `events` has ended."""
+        if self._alone:
+            return self._seconds[0]
         return sum(prefill for prefill, _ in self._seconds), sum(decode for _, decode in self._seconds)
 
     @property

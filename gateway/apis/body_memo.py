@@ -31,9 +31,14 @@ _STEPS = 4
 """One is so many times the one before."""
 _MESSAGE_BYTES = 600
 """Of a message's dicts, beside its text."""
+_SPACES = rb"[ \t\r\n]*+"
+_TEXT = rb'"[^"\\]*+(?:\\.[^"\\]*+)*"'
 _PLAIN_HEAD = re.compile(
-    rb'[ \t\r\n]*+\{(?:[ \t\r\n]*+"[^"\\]*+"[ \t\r\n]*+:[ \t\r\n]*+(?:"(?:[^"\\]|\\.)*+"|[0-9.eE+-]++|true|false|null)'
-    rb'[ \t\r\n]*+,)*+[ \t\r\n]*+"messages"[ \t\r\n]*+:[ \t\r\n]*+\[',
+    # Before 3.11.5 re matches a possessive group that holds alternatives wrongly (CPython issue 106052).
+    _SPACES
+    + rb"\{(?:"
+    + _SPACES.join((b"", rb'"[^"\\]*+"', b":", rb"(?:" + _TEXT + rb"|[0-9.eE+-]++|true|false|null)", b",)*"))
+    + _SPACES.join((b"", b'"messages"', b":", rb"\[")),
     re.DOTALL,
 )
 _TAIL_FACTOR = 4

@@ -184,6 +184,27 @@ def test_clear_forgets_everything_and_keeps_what_is_referenced():
     assert pool.num_free == 4
 
 
+def test_a_table_may_name_a_block_twice():
+    pool = BlockPool(4, 4)
+    first, second = publish_sequence(pool, range(8))
+    pool.free([first, second])
+    pool.touch([first, second, first])
+    pool.check_integrity({first: 2, second: 1})
+    pool.free([second, first, first])
+    assert list(pool._policy) == [first, second]
+    pool.check_integrity({})
+
+
+def test_a_table_with_one_reference_too_many_changes_nothing():
+    pool = BlockPool(4, 4)
+    first, second = publish_sequence(pool, range(8))
+    pool.free([second])
+    for table in ([first, second], [first, first]):
+        with pytest.raises(IntegrityError, match="given back more often than it was taken"):
+            pool.free(table)
+        pool.check_integrity({first: 1})
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

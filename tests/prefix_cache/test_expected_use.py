@@ -19,7 +19,7 @@ actions = st.tuples(
     st.sampled_from(["add", "add", "remove", "mark", "mark", "mark", "supersede", "pop", "pop below", "wait", "forget"]),
     some,
     st.sampled_from([SUPERSEDED, IDLE, WAITING, WAITING, PINNED]),
-    st.integers(0, 40),
+    st.integers(0, 4),
     st.integers(0, 2),
 )
 
@@ -107,6 +107,31 @@ def test_a_session_whose_time_is_over_still_loses_its_tail_first():
     assert list(policy) == [9, 3, 2, 1]
     now[0] = 11.0
     assert list(policy) == [3, 2, 1, 9]
+
+
+def test_runs_whose_time_is_over_at_once_stay_in_the_order_in_which_they_were_named():
+    now = [0.0]
+    policy = CheckedPolicy(ExpectedUsePolicy(lambda: now[0]), NaiveOrder(lambda: now[0]))
+    policy.add_all(list(range(400)))
+    for start in range(0, 400, 2):  # so many runs that they are merged meanwhile
+        policy.mark_all([start + 1, start], WAITING if start % 4 else PINNED, 5.0 if start % 4 else 10.0, start % 3)
+    policy.mark_all([7, 3], WAITING, 5.0, 1)
+    now[0] = 10.5
+    assert list(policy)[-2:] == [7, 3]
+
+
+def test_what_was_foreseen_is_over_with_the_next_use():
+    policy = CheckedPolicy(ExpectedUsePolicy(lambda: 0.0), NaiveOrder(lambda: 0.0))
+    policy.add_all([1])
+    policy.mark_all([2, 3], WAITING, 9.0, 0)
+    policy.add_all([3, 2])
+    policy.add_all([4])
+    assert list(policy) == [1, 4, 3, 2]
+    assert policy.pop_below(4, 9.0) == [1, 4]
+    policy.remove_all([3])
+    policy.add_all([3, 5])
+    assert list(policy) == [3, 5, 2]
+    assert policy.pop_below(4, 8.0) == [3, 5, 2]
 
 
 def test_a_block_that_is_not_there_cannot_be_taken_out():
