@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import orjson
-from aiohttp import ClientPayloadError, web
+from aiohttp import ClientPayloadError, hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from gateway.apis.body_pieces import BodyPieces
@@ -19,6 +19,8 @@ from gateway.turn import TurnError
 T = TypeVar("T")
 
 _LISTED_FIELDS = 16
+_AT_ONCE = 2**20
+"""Bytes of bodies that are waited for as a whole."""
 _PATH = re.compile(r" - at `\$?\.?(?P<path>[^`]*)`\Z")
 _ESCAPES = re.compile(
     rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<half>\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
@@ -38,16 +40,23 @@ async def read_body(request: web.Request, *, max_bytes: int, timeout: float) -> 
 
 
 async def receive_body(request: web.Request, take: Callable[[bytes], None], *, max_bytes: int, timeout: float) -> None:
-    """Gives the body to `take`, piece by piece as it comes. Raises TurnError 413 above `max_bytes`, 408 when it does not arrive
-    within `timeout` seconds, 400 when it breaks off or is not encoded as it says."""
+    """Gives the body to `take`, piece by piece; one that says its length, and is not too long, when all of it is here.
+
+    Raises TurnError 413 above `max_bytes`, 408 when it does not arrive within `timeout` seconds, 400 when it breaks off or is
+    not encoded as it says.
+    """
     if request.content_length is not None and request.content_length > max_bytes:
         raise _too_large(max_bytes)
-    received = 0
+    content, received = request.content, 0
     try:
         async with asyncio.timeout(timeout):
+            if _comes_at_once(request) and content.exception() is None:
+                # Woken once and not for every piece. What is read ahead meanwhile is no more than what is kept anyway.
+                content.set_read_chunk_size(_AT_ONCE)
+                await content.wait_eof()
             while True:
-                piece, chunk_ended = await request.content.readchunk()
-                if not piece and (not chunk_ended or request.content.at_eof()):
+                piece, chunk_ended = await content.readchunk()
+                if not piece and (not chunk_ended or content.at_eof()):
                     break  # a request without a body has a reader of its own kind, which says "chunk ended" for ever
                 received += len(piece)
                 if received > max_bytes:
@@ -57,12 +66,20 @@ async def receive_body(request: web.Request, take: Callable[[bytes], None], *, m
         raise TurnError(
             408,
             "body_timeout",
-            f"The body did not arrive within {timeout:g} seconds: {received} bytes came. Send it in one go.",
+            f"The body did not arrive within {timeout:g} seconds: {content.total_bytes} bytes came. Send it in one go.",
         ) from error
     except (ClientPayloadError, web.RequestPayloadError, HttpProcessingError, ConnectionError) as error:
         raise TurnError(
-            400, "malformed_body", f"The body broke off after {received} bytes, or is not encoded as its headers say."
+            400,
+            "malformed_body",
+            f"The body broke off after {content.total_bytes} bytes, or is not encoded as its headers say.",
         ) from error
+
+
+def _comes_at_once(request: web.Request) -> bool:
+    """Whether a body is no longer than is read ahead, whatever its sender does."""
+    length = request.content_length
+    return length is not None and length <= _AT_ONCE and hdrs.CONTENT_ENCODING not in request.headers
 
 
 def _too_large(max_bytes: int) -> TurnError:

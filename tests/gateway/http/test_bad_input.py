@@ -255,6 +255,32 @@ async def test_a_body_that_is_not_packed_as_it_says(gateway):
         assert response.status == 400
 
 
+@pytest.mark.parametrize("size", [300_000, 2**20, 2**20 + 1, 3_000_000])
+@pytest.mark.parametrize("way", ["at once", "by and by", "in chunks", "packed"])
+async def test_large_bodies_arrive_however_they_are_sent(gateway, size, way):
+    """Those that are waited for as a whole and those that are not; packed ones are longer than they say."""
+    raw = orjson.dumps({"messages": USER, "metadata": {"padding": ""}, "max_tokens": 1})
+    raw = raw.replace(b'"padding":""', b'"padding":"' + b"x" * (size - len(raw)) + b'"')
+    assert len(raw) == size
+    packed = way == "packed"
+    sent = gzip.compress(raw) if packed else raw
+    framing = b"Transfer-Encoding: chunked" if way == "in chunks" else b"Content-Length: %d" % len(sent)
+    host, port = gateway.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n" + framing + b"\r\n" + b"Content-Encoding: gzip\r\n" * packed
+    writer.write(head + b"\r\n")
+    step = len(sent) if way == "at once" else 77_777
+    for start in range(0, len(sent), step):
+        part = sent[start : start + step]
+        writer.write(b"%x\r\n%s\r\n" % (len(part), part) if way == "in chunks" else part)
+        await writer.drain()
+        await asyncio.sleep(0)
+    writer.write(b"0\r\n\r\n" * (way == "in chunks"))
+    answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
+    assert answer.startswith(b"HTTP/1.1 200")
+    writer.close()
+
+
 async def test_a_half_sent_body_is_not_waited_for_for_ever(tiny_model):
     async with run_gateway(tiny_model, body_timeout=0.2) as gateway:
         host, port = gateway.url.removeprefix("http://").split(":")
