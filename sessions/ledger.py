@@ -38,7 +38,7 @@ from sessions.digests import DIGEST_BYTES, NO_MEANING
 
 _SPAN = struct.Struct("<IIQQ16s")
 SPAN_BYTES = _SPAN.size
-_OVERHEAD = 600
+_OVERHEAD = 700
 """Bytes of a ledger's objects beside its columns."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -76,7 +77,7 @@ class Arrivals:
         wall_clock, monotonic = time.time(), time.monotonic()
         following = Following(self._memo, caller.tenant) if conversation and self._http.body_memo_bytes else None
         pieces = following.pieces if following is not None else BodyPieces()
-        take = following.feed if following is not None else pieces.add
+        take = pieces.add if following is None else partial(self._follow, following)
         await receive_body(request, take, max_bytes=self._http.max_body_bytes, timeout=self._http.body_timeout)
         warnings: list[str]
         seen = None
@@ -91,6 +92,10 @@ class Arrivals:
                     seen = Remembered(caller.tenant, raw)
         kept = pieces.whole() if self._keeps_raw(body) else b""
         return Arrival(request, request[KNOWN_AS], body, wall_clock, monotonic, caller, kept, seen), warnings
+
+    def _follow(self, following: Following, piece: bytes) -> None:
+        with self._stages.spent("parse"):
+            following.feed(piece)
 
     async def turn(self, request: web.Request, *, conversation: bool = False) -> tuple[Arrival, SessionRef, list[str]]:
         """As `body`, with the session that the request belongs to."""
