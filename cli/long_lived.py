@@ -11,16 +11,19 @@ _MIB = 2**20
 _PAD = 16 * _MIB
 _KEPT = 64 * _MIB
 _MAPPED = 32 * _MIB  # the most that glibc takes
+_YOUNG = 5000
 
 
 def freeze_loaded() -> None:
     """Call it when everything is loaded and the first request is still to come.
 
     What was loaded lives as long as the process, so collections need not look at it: one that does stops every stream for a
-    tenth of a second (a hundred thousand objects).
+    tenth of a second (a hundred thousand objects). Young objects are looked at when there are more of them than some requests
+    make: most are gone by then without a collection.
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(_YOUNG, *gc.get_threshold()[1:])
 
 
 def keep_freed_memory() -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 
 _MAX_CHUNKS = 65_536
 _MAX_CHUNK = 32
@@ -56,7 +57,8 @@ class ChunkMemo:
             del chunks[0]
             try:
                 # What is known has no white space at its ends, so that all the spaces were such as text may be cut at.
-                known = b"".join(map(self._known.__getitem__, chunks))
+                ids = itemgetter(*chunks)(self._known) if len(chunks) > 1 else [self._known[chunk] for chunk in chunks]
+                known = b"".join(ids)
             except KeyError:
                 pass
             else:
