@@ -9,7 +9,7 @@ from typing import Literal
 
 from gateway.workers.protocol import Finished, TokenLogprob, Tokens
 from grammar.deltas import Delta, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallEnd, ToolCallStart
-from grammar.parser import StreamParser
+from grammar.parser import StreamParser, TextParser
 from grammar.stop import TextStream
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -66,6 +66,8 @@ class ChoiceState:
     """What of their schemas calls or the answer violate, where the grammar did not hold it."""
     ended_by_token: bool = False
     """The last of `token_ids` is the token that ended it, and has no text."""
+    plain: bool = False
+    """Its ids are text wherever they end: nobody looks for calls or reasoning in them."""
 
     def add(self, deltas: Iterable[Delta]) -> None:
         """Takes deltas in, in order."""
@@ -97,7 +99,7 @@ class ChoiceDecoder:
     ) -> None:
         """`withheld_ids`: tokens that may end the choice; one that does has no text. `named_tool`: the caller named the tool,
         so a call is what `stop` means (OpenAI's rule)."""
-        self.state = ChoiceState(index)
+        self.state = ChoiceState(index, plain=type(parser) is TextParser)
         self._text_stream = text_stream
         self._parser = parser
         self._withheld_ids = withheld_ids

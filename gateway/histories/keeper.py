@@ -39,6 +39,7 @@ from sessions.store import LedgerStore
 log = logging.getLogger(__name__)
 
 _ATTEMPTS = 4
+_THINKING = "<think>"
 AUTOMATIC = "auto-"
 """Begins the keys of sessions that are known by their prefix alone."""
 
@@ -366,5 +367,7 @@ def _answer(choice: ChoiceState) -> Said | None:
         message["tool_calls"] = [
             {"function": {"name": call.name, "arguments": arguments_object("".join(call.arguments))}} for call in choice.calls
         ]
-    cut = choice.finish_reason == "length" or not all(call.complete for call in choice.calls)
+    # Words that a limit ended are words; a tag that a template looks for may have been left open.
+    words = choice.plain and _THINKING not in message["content"]
+    cut = not words and (choice.finish_reason == "length" or not all(call.complete for call in choice.calls))
     return Said(message, ids, cut)
