@@ -7,6 +7,7 @@ from live_gateway import otlp_collector
 from replica_harness import Gated, running
 
 from engine.server.tracing import traces_endpoint
+from engine.thread import EngineThread
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
@@ -74,9 +75,17 @@ async def test_a_request_has_queue_prefill_and_decode_below_the_caller(load, col
     assert "gen_ai.conversation.id" not in other.attributes
 
 
-async def test_a_request_that_ends_early_has_the_phases_it_came_to(load, collector):
+async def test_a_request_that_ends_early_has_the_phases_it_came_to(load, collector, monkeypatch):
+    asked, abort = asyncio.Event(), EngineThread.abort
+
     def gated():
         return Gated(load())
+
+    def notes_abort(engine, request_id):
+        asked.set()
+        return abort(engine, request_id)
+
+    monkeypatch.setattr(EngineThread, "abort", notes_abort)
 
     async with running(gated, otlp_url=collector.url) as replica:
         # One that is aborted in the queue, behind one that leaves in its prefill.
@@ -90,6 +99,8 @@ async def test_a_request_that_ends_early_has_the_phases_it_came_to(load, collect
         await replica.until(lambda stats: stats.waiting == 1)
         prefilling.close()
         aborting = asyncio.create_task(replica.post("/v1/abort", {"request_id": "queued"}))
+        await asked.wait()  # before steps go on, in which it would leave the queue
+        await asyncio.sleep(0)
         replica.core.open()
         assert (await aborting)[1] == b'{"aborted":true}'
         await replica.idle()
