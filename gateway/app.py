@@ -63,7 +63,9 @@ def make_apps(
     `gate`: what lets turns in; without it every turn begins at once.
     Raises ValueError for keys that cannot be used."""
     # Bodies are bounded while they are read (gateway.apis.bodies), in the caller's dialect.
-    app = web.Application(middlewares=[allow_origins(config.http.cors_origins), _answer_errors], client_max_size=0)
+    origins = config.http.cors_origins
+    outer = [allow_origins(origins)] if origins else []
+    app = web.Application(middlewares=[*outer, _answer_errors], client_max_size=0)
     keys = ApiKeys(config.auth)
     gate = gate if gate is not None else make_gate(config, pipeline.telemetry)
     arrivals = Arrivals(
@@ -90,7 +92,8 @@ def make_apps(
         if registration is not None:
             registration.add_to(each.router)
         admin.add_to(each.router)
-    app.on_response_prepare.append(mark)
+    if origins:
+        app.on_response_prepare.append(mark)
     app.on_response_prepare.append(_say_limits)
     app.cleanup_ctx.append(keys.follow)
     app.on_cleanup.append(_closing(pipeline, gate))

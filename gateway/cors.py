@@ -23,7 +23,7 @@ def allow_origins(origins: tuple[str, ...]) -> Middleware:
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         origin = request.headers.get("Origin")
-        if not allowed or origin is None or not ("*" in allowed or origin in allowed):
+        if origin is None or not ("*" in allowed or origin in allowed):
             return await handler(request)
         headers = {
             "Access-Control-Allow-Origin": "*" if "*" in allowed else origin,
