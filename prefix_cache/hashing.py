@@ -227,8 +227,11 @@ def join_digests(digests: Iterable[BlockHash]) -> bytes:
     return b"".join(digests)
 
 
+_DIGEST = f"{DIGEST_BYTES}s"
+
+
 def split_digests(joined: bytes) -> list[BlockHash]:
     """The inverse of `join_digests`. Raises ValueError when the length is no multiple of `DIGEST_BYTES`."""
     if len(joined) % DIGEST_BYTES:
         raise ValueError(f"digests take {DIGEST_BYTES} bytes each; {len(joined)} bytes are no whole number of digests")
-    return [joined[i : i + DIGEST_BYTES] for i in range(0, len(joined), DIGEST_BYTES)]
+    return [digest for (digest,) in iter_unpack(_DIGEST, joined)]

@@ -23,7 +23,7 @@ from itertools import islice
 from typing import Protocol
 
 from prefix_cache.events import AllCleared, BlocksRemoved, BlocksStored, EventBatch, KVMessage, Snapshot
-from prefix_cache.hashing import DIGEST_BYTES, BlockHash
+from prefix_cache.hashing import DIGEST_BYTES, BlockHash, split_digests
 from prefix_cache.holders import PREDICTED, REMOTE, REPORTED_BITS, SLOT_BITS, STRIDE, TIER_BIT, TIERS, fold, fold_upto
 from prefix_cache.walking import JUMP, WALKED, Ends, depth, every, jump, reader, walk
 
@@ -439,23 +439,24 @@ class ResidencyIndex:
         bit, reported = 1 << slot.shift + number, REPORTED_BITS << slot.shift
         not_predicted = ~(1 << slot.shift + PREDICTED)
         # From the end, so that the end is forgotten first.
-        whole = len(joined) // DIGEST_BYTES * DIGEST_BYTES
-        digests = [joined[start : start + DIGEST_BYTES] for start in range(whole - DIGEST_BYTES, -1, -DIGEST_BYTES)]
+        digests = split_digests(joined[: len(joined) // DIGEST_BYTES * DIGEST_BYTES])[::-1]
         held = list(map(masks.get, digests))
         # Nobody holds most of them: they are new.
-        new = dict.fromkeys([digest for digest, mask in zip(digests, held, strict=True) if mask is None])
-        masks.update(dict.fromkeys(new, interned.setdefault(bit, bit)))
+        unknown = digests if not any(held) else [digest for digest, mask in zip(digests, held, strict=True) if not mask]
+        new = dict.fromkeys(unknown, interned.setdefault(bit, bit))
+        masks.update(new)
         blocks = added = len(new)
-        for digest in [digest for digest, mask in zip(digests, held, strict=True) if mask is not None]:
-            mask = masks[digest]
-            if mask & bit:
-                continue
-            if not mask & reported:
-                blocks += 1
-            # What is held need not be expected any more.
-            mask = (mask | bit) & not_predicted
-            masks[digest] = interned.setdefault(mask, mask)
-            added += 1
+        if len(unknown) < len(digests):
+            for digest in [digest for digest, mask in zip(digests, held, strict=True) if mask]:
+                mask = masks[digest]
+                if mask & bit:
+                    continue
+                if not mask & reported:
+                    blocks += 1
+                # What is held need not be expected any more.
+                mask = (mask | bit) & not_predicted
+                masks[digest] = interned.setdefault(mask, mask)
+                added += 1
         slot.blocks += blocks
         if number:
             slot.lower += added
