@@ -138,28 +138,32 @@ class JoinedDigests(Sequence[BlockHash]):
             if step != 1:
                 return JoinedDigests(b"".join(self[position] for position in range(start, stop, step)))
             return JoinedDigests(self.joined[start * DIGEST_BYTES : max(start, stop) * DIGEST_BYTES])
-        if at < 0:
-            at += len(self)
-        if not 0 <= at < len(self):
-            raise IndexError(f"there are {len(self)} digests, not one at {at}")
-        return self.joined[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
+        return _one(self.joined, at)
 
     def __iter__(self) -> Iterator[BlockHash]:
         return iter(split_digests(self.joined))
 
     def where(self, chosen: npt.NDArray[np.bool_]) -> JoinedDigests:
         """Those that `chosen` [digests] names."""
-        return (
-            self
-            if chosen.all()
-            else JoinedDigests(np.frombuffer(self.joined, dtype=np.uint8).reshape(-1, DIGEST_BYTES)[chosen].tobytes())
-        )
+        if chosen.all():
+            return self
+        rows = np.frombuffer(self.joined, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
+        return JoinedDigests(rows[chosen].tobytes())
 
     def __eq__(self, other: object) -> bool:
         return self.joined == other.joined if isinstance(other, JoinedDigests) else NotImplemented
 
     def __hash__(self) -> int:
         return hash(self.joined)
+
+
+def _one(joined: bytes | bytearray, at: int) -> BlockHash:
+    """The digest at a position of a sequence."""
+    count = len(joined) // DIGEST_BYTES
+    if not -count <= at < count:
+        raise IndexError(f"there are {count} digests, not one at {at}")
+    start = (at + count if at < 0 else at) * DIGEST_BYTES
+    return bytes(joined[start : start + DIGEST_BYTES])
 
 
 class DigestChain(Sequence[BlockHash]):
@@ -192,17 +196,12 @@ class DigestChain(Sequence[BlockHash]):
     def __getitem__(self, at: slice) -> JoinedDigests: ...
 
     def __getitem__(self, at: int | slice) -> BlockHash | JoinedDigests:
-        count = len(self)
-        if isinstance(at, slice):
-            start, stop, step = at.indices(count)
-            if step != 1:
-                return self.frozen()[at]
-            return JoinedDigests(bytes(memoryview(self._joined)[start * DIGEST_BYTES : max(start, stop) * DIGEST_BYTES]))
-        if at < 0:
-            at += count
-        if not 0 <= at < count:
-            raise IndexError(f"there are {count} digests, not one at {at}")
-        return bytes(self._joined[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES])
+        if not isinstance(at, slice):
+            return _one(self._joined, at)
+        start, stop, step = at.indices(len(self))
+        if step != 1:
+            return self.frozen()[at]
+        return JoinedDigests(bytes(memoryview(self._joined)[start * DIGEST_BYTES : max(start, stop) * DIGEST_BYTES]))
 
     def __iter__(self) -> Iterator[BlockHash]:
         return iter(split_digests(bytes(self._joined)))

@@ -37,7 +37,7 @@ class CodecError(Exception):
 def _written(value: object) -> bytes:
     if isinstance(value, PackedTokens):
         return narrow(value.whole())
-    raise NotImplementedError(f"{type(value).__name__} has no place in a session record")
+    raise TypeError(f"{type(value).__name__} has no place in a session record")
 
 
 def _read(kind: type, value: object) -> PackedTokens:

@@ -34,7 +34,7 @@ _MESSAGE_BYTES = 600
 _SPACES = rb"[ \t\r\n]*+"
 _TEXT = rb'"[^"\\]*+(?:\\.[^"\\]*+)*"'
 _PLAIN_HEAD = re.compile(
-    # Before 3.11.5 re matches a possessive group that holds alternatives wrongly (CPython issue 106052).
+    # Before 3.11.5 re matches a possessive group that holds alternatives wrongly (CPython issues 100061 and 106052).
     _SPACES
     + rb"\{(?:"
     + _SPACES.join((b"", rb'"[^"\\]*+"', b":", rb"(?:" + _TEXT + rb"|[0-9.eE+-]++|true|false|null)", b",)*"))

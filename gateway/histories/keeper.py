@@ -21,9 +21,11 @@ import msgspec
 
 from gateway.choices import ChoiceState
 from gateway.config import SessionsConfig
-from gateway.histories.builder import HistoryBuilder, PromptTooLongError, Said, pending_from
+from gateway.histories.builder import HistoryBuilder
+from gateway.histories.continuing import PromptTooLongError
 from gateway.histories.matching import Match, TurnText
 from gateway.histories.orphans import orphaned_blocks
+from gateway.histories.pending import Said, pending_from
 from gateway.models import ServedModel
 from gateway.telemetry.telemetry import Telemetry
 from gateway.turn import SessionRef, Turn, TurnError

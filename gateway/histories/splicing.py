@@ -83,6 +83,11 @@ def reasoning_of(message: Mapping[str, Any]) -> str | None:
     return inner_text(thought) if thought else None
 
 
+def any_reasoning(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a client sent reasoning with one of these."""
+    return any(reasoning_of(message) is not None for message in messages)
+
+
 def inner_text(thought: str) -> str:
     """A thinking region without its tags and outer white space."""
     return thought.strip().removesuffix("</think>").strip().removeprefix("<think>").strip()

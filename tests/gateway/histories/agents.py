@@ -2,7 +2,8 @@
 
 import msgspec
 
-from gateway.histories.builder import HistoryBuilder, Said, pending_from
+from gateway.histories.builder import HistoryBuilder
+from gateway.histories.pending import Said, pending_from
 from gateway.turn import SessionRef, Turn
 from grammar.tools import Tool
 from prefix_cache.hashing import block_digests, unpack_tokens

@@ -5,8 +5,8 @@ import pytest
 from agents import Agent, prompt_ids, said, user
 
 from gateway.choices import ChoiceState
-from gateway.histories.builder import pending_from
 from gateway.histories.keeper import _answer
+from gateway.histories.pending import pending_from
 
 
 def state(text, **changes):
